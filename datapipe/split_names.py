@@ -156,11 +156,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def options_of(splits: Mapping[str, str]) -> str:
-    """Return `--split` options that name what is of train and of val, or of test if nothing is of val.
-
-    Args:
-        splits: The split of each name.
-    """
+    """Return `--split` options that name, given the split of each name, those of train and of val, or else test."""
     groups = {split: [name for name in splits if splits[name] == split] for split in (TRAIN, VAL, TEST)}
     test = groups.pop(TEST)
     groups[VAL] = groups[VAL] or test

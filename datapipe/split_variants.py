@@ -40,15 +40,10 @@ class _Said(NamedTuple):
 
 
 def find_variants(names: Sequence[str]) -> Variants | None:
-    """Find what the names of one split say beside the split, numbers and letters that count.
+    """Return what names of one split say beside the split, numbers and letters that count; None if all say the same.
 
-    Args:
-        names: Paths of files or folders, or values of a column.
-
-    Returns:
-        The groups, least said first; None if all say the same. Those are doubtful whose folder or file that is called
-        as the split differs, folds and versions, and those of which one says less than another; not `train/cat.tar` and
-        `train/dog.tar`.
+    Those groups are doubtful whose folder or file that is called as the split differs, folds and versions, and those of
+    which one says less than another; not `train/cat.tar` and `train/dog.tar`.
     """
     by_split = {name: _read("/".join(filter(split_words, name.split("/"))) or name) for name in names}
     whole = {name: _read(name) for name in names}

@@ -89,6 +89,10 @@ class SplitRule:
         cut = f"{source}/"
         return SplitRule(tuple((split, pattern.removeprefix(cut) or ".") for split, pattern in self.patterns))
 
+    def covers(self, names: Sequence[str]) -> bool:
+        """Whether each pattern names one of the names at least."""
+        return all(any(matches(name, pattern) for name in names) for _, pattern in self.patterns)
+
     def divide(self, names: Sequence[str], source: Path, typed: Typed = lambda name: [name]) -> dict[str, list[str]]:
         """Divide the parts of a data set, which are files or folders, by split.
 
@@ -177,11 +181,7 @@ def _check_variants(
 ) -> None:
     """Raise VariantsError if names of one split may be variants of each other; warn if they differ otherwise.
 
-    Args:
-        splits: The names of each split.
-        words: The words of splits in each name.
-        source: The data set, for messages.
-        typed: Function that returns the names by which `--split` selects a part.
+    `splits`: the names of each; `words`: those of splits in each name.
     """
     there = {split: names for split, names in splits.items() if split != TEST or VAL not in splits}
     variants = {split: its for split, names in there.items() if (its := find_variants(names))}
@@ -205,11 +205,7 @@ def _advise_variants(
 ) -> tuple[str, str]:
     """Say what to type to take one of the variants, and to take all.
 
-    Args:
-        there: The names of each split that is taken.
-        variants: Variants of the splits that have several.
-        splits: The names of all splits.
-        typed: Function that returns the names by which `--split` selects a part.
+    `there`: the names of each split that is taken, `splits`: of all; `variants`: those of the splits that have several.
     """
     groups = {split: its.groups for split, its in variants.items()}
     choices: list[Mapping[str, list[str]]] = []
@@ -232,12 +228,7 @@ def _advise_variants(
 
 
 def _advise(known: Mapping[str, str], silent: Sequence[str]) -> str:
-    """Say what to type where some names speak of no split.
-
-    Args:
-        known: The split of each name that does.
-        silent: The others.
-    """
+    """Say what to type where some names, given with their splits, speak of one, and others are silent."""
     splits = set(known.values())
     as_val = TEST if VAL not in splits else VAL  # a test split is val, if there is none
     groups = {TRAIN: [name for name in known if known[name] == TRAIN]}

@@ -109,22 +109,18 @@ def open_source(
     strict: bool = False,
     left_out: Path | None = None,
 ) -> Source:
-    """List the samples of a raw data set.
+    """Return the samples of a raw data set by split, and its classes.
 
     Args:
         path: A folder or a file.
         kind: Kind of the source, one of `names.KINDS`, or "auto" to look.
         outside: Whether to follow links and paths that lead out of `path`; else they are refused.
-        splits: Splits and patterns of what belongs to them, such as "val=holdout-*.tar"; none: what the names say (see
-            `splits`).
+        splits: Splits and patterns of what belongs to them, such as "val=holdout-*.tar"; none: see `splits`.
         labels: Meaning of the labels in tables and archives, one of `names.LABELS` (see `labels.number_labels`).
         label_column: The column of a table's labels; None: as it is usually called.
         path_column: The column of a CSV table's paths; None: as it is usually called.
         strict: Whether to refuse to leave anything out.
         left_out: A file to list what is left out in, as lines of JSON; None: the log alone names some of it.
-
-    Returns:
-        The samples by split, and the classes.
 
     Raises:
         SourceError: There is nothing of this kind, it cannot be read, or can be read in two ways.
@@ -135,10 +131,8 @@ def open_source(
         raise SettingError(f"kind: {kind!r} is not one of auto, {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
     if not path.exists():
         raise WrongPathError("does not exist", path=path)
-    if is_found := kind == "auto":
-        kind, module = next((kind, m) for m in map(_module, MODULES) if (kind := m.detect(path)))
-    else:
-        module = _module(KINDS[kind])
+    is_found = kind == "auto"
+    kind, module = _detect(path) if is_found else (kind, _module(KINDS[kind]))
     listing = Listing(outside, SplitRule.parse(splits).below(path), labels, label_column, path_column)
     listing.check_columns(kind, path)
     try:
@@ -149,16 +143,25 @@ def open_source(
         raise
     if left_out is not None:
         listing.left_out.write(path, left_out)
-    for name, samples in source.splits.items():
-        if not len(samples):
-            more = f"; left out: {'; '.join(lines)}" if (lines := listing.left_out.lines(path)) else ""
-            others = chain.from_iterable(listing.left_out.paths(path).values())
-            advice = (advise_kind(path) + _advise_below(path) if is_found else "") or advise(others)
-            raise SourceError(f"split {name} holds no images{more}{advice}", path=path)
+    _check_images(path, source, listing, is_found)
     _check_names(path, source)
     _check_classes(path, source)
     listing.report(path, strict)
     return source
+
+
+def _detect(path: Path) -> tuple[str, ModuleType]:
+    """Find the kind of a data set, and its module."""
+    return next((kind, module) for module in map(_module, MODULES) if (kind := module.detect(path)))
+
+
+def _check_images(path: Path, source: Source, listing: Listing, is_found: bool) -> None:
+    """Raise SourceError for a split without images."""
+    if empty := next((name for name, samples in source.splits.items() if not len(samples)), None):
+        more = f"; left out: {'; '.join(lines)}" if (lines := listing.left_out.lines(path)) else ""
+        others = chain.from_iterable(listing.left_out.paths(path).values())
+        advice = (advise_kind(path) + _advise_below(path) if is_found else "") or advise(others)
+        raise SourceError(f"split {empty} holds no images{more}{advice}", path=path)
 
 
 def _advise_below(path: Path) -> str:
@@ -169,7 +172,7 @@ def _advise_below(path: Path) -> str:
         folders = [inner for folder in folders for inner in folders_below(folder)][:LOOKED_AT]
         for folder in folders:
             with suppress(OSError, DatapipeError):
-                kind = next(kind for module in map(_module, MODULES) if (kind := module.detect(folder)))
+                kind, _ = _detect(folder)
                 if kind != "imagefolder":
                     places.append(f"{kind} lies in {folder}")
         if places:

@@ -125,12 +125,7 @@ class _Archive:
         return contents
 
     def count_others(self, known: Set[str], listing: Listing) -> None:
-        """Count what was not read, or is not known.
-
-        Args:
-            known: Names of the files that images and classes come from.
-            listing: Listing to which what is left out is added.
-        """
+        """Count what was not read, or is not `known`: the names of the files that images and classes come from."""
         reason = "beside the files of CIFAR"
         if self.path.is_dir():
             listing.left_out.add_entries(self.path, reason, known | _BESIDE)

@@ -39,7 +39,7 @@ class Doubt(NamedTuple):
 def doubt_root(
     folders: Sequence[tuple[str, int]], tables: Sequence[str] = (), known: Collection[str] = ()
 ) -> Doubt | None:
-    """Doubt that a folder is the folder of class folders.
+    """Return why a folder may not be the folder of class folders; None if it looks right.
 
     It may be one level too high (splits, folds or groups of classes, or a folder around all) or too low (a folder of
     images in a class, or numbered parts of one). Class folders with one folder of images in each, such as
@@ -49,9 +49,6 @@ def doubt_root(
         folders: Paths below it of the folders that hold images, and their numbers of images.
         tables: Names of the tables beside them, which may have the labels.
         known: Folders that are classes, since each split has them.
-
-    Returns:
-        The doubt; None if it looks right.
 
     >>> doubt_root([("raw/train/cat", 9), ("raw/train/dog", 8)])
     Doubt(why='raw/train names a split, below what would be a class', about='level', likely='raw', is_slight=False)
@@ -82,14 +79,20 @@ def doubt_root(
         return Doubt(f"{name} would be a class")
     if is_flat:
         return None
+    return _doubt_groups(folders, len(own) if len(own) == len(tops) else 0)
+
+
+def _doubt_groups(folders: Sequence[tuple[str, int]], num_own: int) -> Doubt | None:
+    """Doubt folders that hold several of images each. `num_own`: of folders that hold images themselves, if all do."""
     below: dict[str, list[str]] = {}
     for path, _ in sorted(folders):
         if "/" in path:
             below.setdefault(path.split("/")[0], []).append(path)
     for top, paths in below.items():
         if len(inside := _groups(paths)) > 1:
-            why = f"{format_some(inside)} would be one class, {top}"
-            return Doubt(why, "groups", _likely_root(folders), 1 < len(own) == len(tops))
+            return Doubt(
+                f"{format_some(inside)} would be one class, {top}", "groups", _likely_root(folders), num_own > 1
+            )
     return None
 
 
@@ -151,16 +154,10 @@ def shared_classes(folders: Mapping[str, Collection[str]]) -> list[str]:
 
 
 def doubtful_classes(folders: Mapping[str, Collection[str]]) -> list[str]:
-    """List the classes of several folders that may be others in each, though they are called the same.
+    """List the classes, given by folder, that may be others in each folder, though they are called the same.
 
     `healthy` of apples is another class than `healthy` of maize. In folds, and in parts of one set, classes of one name
     are one class: such folders differ in name by a number, and share most of their classes.
-
-    Args:
-        folders: The classes of each folder.
-
-    Returns:
-        Their names, sorted.
 
     >>> doubtful_classes({"Apple": ["healthy", "scab"], "Corn": ["healthy", "rust"]})
     ['healthy']
@@ -175,11 +172,7 @@ def doubtful_classes(folders: Mapping[str, Collection[str]]) -> list[str]:
 def advise_joined(splits: Mapping[str, Mapping[str, Collection[str]]]) -> str:
     """Say what to type, or to do, about classes of several folders that may be others in each.
 
-    Args:
-        splits: The folders of each split, below the source, and the classes of each.
-
-    Returns:
-        The text.
+    `splits`: the folders of each split, below the source, and the classes of each.
     """
     folders = next(its for its in splits.values() if doubtful_classes(its))
     name = doubtful_classes(folders)[0]

@@ -18,7 +18,7 @@ from .class_folders import Doubt, doubt_root
 from .file_names import EXTENSIONS, advise, is_harmless, is_hidden, is_image, may_have_labels
 from .labels import SAME_LOOK, alike
 from .listing import HIDDEN, LeftOut, is_folder
-from .paths import follow, is_inside, opened, real_path, real_path_of, refused
+from .paths import follow, is_inside, open_checked, real_path, real_path_of, refused
 from .samples import Files
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class ClassTree:
 
     @classmethod
     def scan(cls, root: Path, bounds: str | None, left_out: LeftOut) -> ClassTree:
-        """List each folder once.
+        """Return the class folders in a folder, each listed once.
 
         A name alone decides what is an image: on filesystems that list no types, to ask takes a request per file.
 
@@ -73,14 +73,11 @@ class ClassTree:
             bounds: The folder that links must not leave; None: they may lead anywhere.
             left_out: Record to which other entries are added.
 
-        Returns:
-            The class folders.
-
         Raises:
             RootError: There are none, or images beside them.
             SourceError: Links lead out of `bounds`.
         """
-        with opened(str(root), bounds) as fd:
+        with open_checked(str(root), bounds) as fd:
             with refused(str(root)):
                 entries = sorted(os.scandir(fd), key=lambda entry: entry.name)
             names = [entry.name for entry in entries if not is_hidden(entry.name)]
@@ -194,19 +191,11 @@ def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Cla
 
 
 def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: _Class) -> None:
-    """Add what lies in and below a folder to `content`, and close it.
+    """Add what lies in and below a folder, given open behind those that it lies in, to `content`, and close it.
 
     Folders below are opened relative to it, which takes one look-up instead of one per part of the path. Links to
-    folders are followed, unless they lead to one that they lie in.
-
-    Args:
-        fds: The folder, given open, behind those that it lies in.
-        folder: Path of the folder from the root.
-        real_bounds: The folder that links must not leave; None: links may lead anywhere.
-        content: Content of the class folder, to which what is found is added.
-
-    Raises:
-        ValueError: Folders lie too deep, since a descriptor of each folder above stays open; or a link leads out.
+    folders are followed, unless they lead to one that they lie in. Raises ValueError if a link leaves the bounds, or
+    folders lie too deep: a descriptor of each folder above stays open.
     """
     fd = fds[-1]
     images, folders, links = list[str](), list[str](), list[str]()

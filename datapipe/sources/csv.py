@@ -26,9 +26,10 @@ from .file_names import TEXT_TABLES, is_hidden, is_submission
 from .labels import check_same_classes, number_labels
 from .listing import Listing
 from .named_images import NamedImages, describe_doubt, lists_of_rows
-from .parts import Listed, choose_files, divide, pick
-from .paths import is_inside, opened, real_path
+from .parts import Listed, divide_samples, pick
+from .paths import is_inside, open_checked, real_path
 from .samples import Files
+from .shard_names import choose_files
 from .split_columns import Columns, Part, Said
 from .split_paths import Paths
 from .tables import LABELS, PATHS, Header, find_columns, read_rows
@@ -63,7 +64,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     if not reader.files:
         raise SourceError("holds no rows", path=path)
     listed = reader.listed(folder)
-    picked = divide(listed, files, listing, path)
+    picked = divide_samples(listed, files, listing, path)
     if list(picked) == [TRAIN] and not (listing.rule.patterns or own_splits(path) or any(map(split_words, files))):
         _check_lists(path, folder, reader.files)
     texts = {split: pick(reader.labels, rows) for split, rows in picked.items()}
@@ -145,18 +146,10 @@ class _Reader:
         self._doubtful: dict[int, tuple[str, list[str]]] = {}  # rows whose name is not one image's: what it may mean
 
     def read(self, table: Path, bounds: str | None) -> None:
-        """Add the rows of a table.
-
-        Args:
-            table: The file.
-            bounds: The folder that it must lie in; None: any.
-
-        Raises:
-            SourceError: The table cannot be read, or names paths that lead out of the source.
-        """
+        """Add the rows of a table, which must lie in `bounds`. Raises SourceError."""
         first_row = len(self.files)
         self._leading_out = None
-        with opened(str(table), bounds) as fd, open(fd, "rb", closefd=False) as file:
+        with open_checked(str(table), bounds) as fd, open(fd, "rb", closefd=False) as file:
             rows = read_rows(table, file)
             first = list(islice(rows, 1 + _LOOKED_AT))
             try:
@@ -209,8 +202,7 @@ class _Reader:
     def _find_images(self, table: Path, start: int) -> bool:
         """Replace the names in a table's rows, from `start`, by the images' paths, if none of the first is a path.
 
-        Returns:
-            Whether they were replaced.
+        Returns whether they were replaced.
         """
         folders = list(self._folders)
 

@@ -24,7 +24,7 @@ from . import Source
 from .file_names import is_hidden
 from .labels import number_labels
 from .listing import Listing
-from .paths import opened
+from .paths import open_checked
 from .samples import Pixels, numbered
 
 _IMAGES = re.compile(r".+-images[-.]idx3-ubyte(\.gz)?")
@@ -96,7 +96,7 @@ def _find_labels(images_path: Path) -> Path:
 def _read(path: Path, num_dimensions: int) -> np.ndarray:
     """Read a file into uint8 of the shape that its header gives."""
     gzipped = path.suffix == ".gz"
-    with opened(str(path), None) as fd, open(fd, "rb", closefd=False) as plain:
+    with open_checked(str(path), None) as fd, open(fd, "rb", closefd=False) as plain:
         file_bytes = os.fstat(fd).st_size
         try:
             with gzip.open(plain) if gzipped else plain as file:

@@ -185,10 +185,7 @@ def _chosen_roots(path: Path, folders: Sequence[str], listing: Listing) -> dict[
 def _check_joined(source: Path, trees: Mapping[str, Sequence[ClassTree]], patterns: Collection[str]) -> None:
     """Say which folders are joined. Raises SourceError if classes of one name may be others in each.
 
-    Args:
-        source: Path that the user has given.
-        trees: The class folders of each split, of several folders.
-        patterns: Patterns that the user gave: a folder that one names in full is meant.
+    A folder that one of the user's patterns names in full is meant.
     """
     splits = {
         split: {os.path.relpath(tree.root, source): tree.filled() for tree in joined} for split, joined in trees.items()
@@ -216,12 +213,7 @@ class _Place(NamedTuple):
 def _check_links(source: Path, trees: Mapping[str, Sequence[ClassTree]]) -> None:
     """Warn of images that linked folders bring into two splits. Only links are followed; the rest costs no request.
 
-    Args:
-        source: Path that the user has given.
-        trees: The class folders of each split.
-
-    Raises:
-        SourceError: Two classes, or splits, are the same folder, or all images of val are train's.
+    Raises SourceError if two classes, or splits, are the same folder, or all images of val are train's.
     """
     roots: dict[str, Path] = {}
     for tree in (tree for joined in trees.values() for tree in joined):

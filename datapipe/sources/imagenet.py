@@ -25,9 +25,9 @@ from ..split_names import SPLIT_OF, is_split_name, split_words
 from . import Samples, Source
 from .class_tree import ClassTree
 from .file_names import CLASS_TAR, IMAGENET_TRAIN, is_hidden, is_image, is_in_hidden
-from .imagenet_labels import DEVKITS, LABELS, SOLUTION, TRAIN_SOLUTION, ValLabels, read_labels
+from .imagenet_labels import DEVKITS, LABEL_FILES, SOLUTION, TRAIN_SOLUTION, ValLabels, read_labels
 from .listing import HIDDEN, LeftOut, Listing
-from .paths import opened
+from .paths import open_checked
 from .roots import check_roots
 from .samples import ArchiveMembers, Files, ListedArchive, join
 
@@ -98,7 +98,7 @@ def _advice(path: Path) -> str:
     above = next((folder for folder in path.absolute().parents if (folder / SOLUTION).exists()), None)
     if above is not None and path.absolute() == above / _KAGGLE:
         return f": give {above}, which has them in {SOLUTION}"
-    return f": {LABELS} is missing; put it there"
+    return f": {LABEL_FILES} is missing; put it there"
 
 
 def _check_names(path: Path, names: set[str], left_out: LeftOut) -> None:
@@ -157,7 +157,7 @@ def _train(path: Path, bounds: str | None, left_out: LeftOut) -> tuple[list[str]
 
 def _classes_in(path: str, bounds: str | None, left_out: LeftOut) -> list[_ClassTar]:
     """List the class tars in the train archive, by class."""
-    with opened(path, bounds) as fd:
+    with open_checked(path, bounds) as fd:
         archive = list_members(fd, path)
     tars: dict[str, _ClassTar] = {}
     for member in archive.members:
@@ -178,7 +178,7 @@ def _images_in(files: list[str], tars: list[_ClassTar], bounds: str | None, left
 
     def list_class(tar: _ClassTar) -> ListedArchive:
         where = f"{files[tar.file]}: {tar.wnid}.tar"
-        with opened(files[tar.file], bounds) as fd:
+        with open_checked(files[tar.file], bounds) as fd:
             archive = list_members(fd, where, tar.begin, tar.end)
         left_out.add_members(where, archive.others)
         images = [member for member in archive.members if is_image(member.name) and not is_in_hidden(member.name)]
@@ -241,7 +241,7 @@ class _ValImages(NamedTuple):
 
 def _in_archive(path: Path, bounds: str | None, left_out: LeftOut) -> _ValImages:
     """List the val images in their archive."""
-    with opened(str(path), bounds) as fd:
+    with open_checked(str(path), bounds) as fd:
         archive = list_members(fd, str(path))
     named = (member for member in archive.members if not is_in_hidden(member.name))
     images = [member for member in named if _VAL_NAME.fullmatch(_name(member.name))]
@@ -254,7 +254,7 @@ def _in_archive(path: Path, bounds: str | None, left_out: LeftOut) -> _ValImages
 def _in_folder(folder: Path, bounds: str | None, left_out: LeftOut) -> _ValImages:
     """List the val images in a folder, which are not sorted by class. Raises SourceError where some are."""
     names: list[str] = []
-    with opened(str(folder), bounds) as fd, os.scandir(fd) as entries:
+    with open_checked(str(folder), bounds) as fd, os.scandir(fd) as entries:
         for entry in entries:
             if _VAL_NAME.fullmatch(entry.name):
                 names.append(entry.name)

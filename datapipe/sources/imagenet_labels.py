@@ -18,7 +18,7 @@ _GROUND_TRUTH, _META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta
 SOLUTION = "LOC_val_solution.csv"
 TRAIN_SOLUTION = "LOC_train_solution.csv"  # beside it; says again what train's folders say
 _SOLUTION_ID = re.compile(r"ILSVRC2012_val_(\d{8})")
-LABELS = f"{' or '.join(DEVKITS)} (from image-net.org) or {SOLUTION} (from Kaggle)"
+LABEL_FILES = f"{' or '.join(DEVKITS)} (from image-net.org) or {SOLUTION} (from Kaggle)"
 _NUM_CLASSES = 1000
 _MAX_DEVKIT_BYTES = 64 << 20  # of the two files that are read, which have 1 MB
 

@@ -30,16 +30,13 @@ SAME_LOOK = "look the same and differ in Unicode's normal form (rename one)"
 def number_labels(
     path: Path, labels: Mapping[str, Sequence[str]], how: str = "auto"
 ) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Number the classes.
+    """Return the names of the classes, and each split's labels as uint32[N].
 
     Args:
         path: The source, for messages.
         labels: The label of each sample as it is written, by split.
         how: "numbers": labels are whole numbers, and the classes are "0" to the largest. "names": each label that
             occurs is a class, in the order of the numbers or else of the alphabet. "auto": numbers if all are.
-
-    Returns:
-        The names of the classes, and each split's labels as uint32[N].
 
     Raises:
         SourceError: Labels cannot be classes, or can be read in two ways.
@@ -99,16 +96,7 @@ def _check_spelling(path: Path, numbers: Collection[str]) -> None:
 def _numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") -> list[str]:
     """Name the classes 0 to the largest of some numbers.
 
-    Args:
-        path: The source, for messages.
-        numbers: The labels.
-        how: "auto" or "numbers", as for `number_labels`.
-
-    Returns:
-        The names.
-
-    Raises:
-        SourceError: A number cannot be a class; or, with "auto", most classes would have no image.
+    Raises SourceError if one cannot be a class; or, if `how` is "auto", if most classes would have no image.
     """
     low, high = min(numbers, default=0), max(numbers, default=-1)
     if low < 0 or high >= _MAX_CLASSES:
@@ -128,7 +116,7 @@ def _numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") -
 
 
 def check_same_classes(path: Path | str, columns: tuple[str, str], pairs: Collection[tuple[str, str]]) -> None:
-    """Check that two columns of labels divide the samples into the same classes.
+    """Raise SourceError unless two columns of labels divide the samples into the same classes.
 
     Of `label` and `Label` the numbers must be the same, too.
 
@@ -136,9 +124,6 @@ def check_same_classes(path: Path | str, columns: tuple[str, str], pairs: Collec
         path: The table, for messages.
         columns: Names of the columns.
         pairs: Values of the columns, of all rows.
-
-    Raises:
-        SourceError: They do not, so that it is not clear which of them is meant.
     """
     first, second = columns
     numbers = [pair for pair in pairs if all(map(NUMBER.fullmatch, pair))] if first.lower() == second.lower() else []

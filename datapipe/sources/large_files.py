@@ -39,7 +39,7 @@ def has_large_files(path: Path, suffixes: tuple[str, ...], below: Sequence[str] 
 def large_files(
     path: Path, listing: Listing, suffixes: tuple[str, ...], below: Sequence[str] = ()
 ) -> tuple[Path, list[str]]:
-    """Find the files of a data set of few large files.
+    """Find the files of a data set of few large files: return a folder, and their paths below it, sorted.
 
     They are `path` itself, or lie in it, in a folder `below`, or in folders beside each other of which one is named as
     a split.
@@ -49,9 +49,6 @@ def large_files(
         listing: Listing to which what lies beside them is added as left out.
         suffixes: Ends of the files' names, in lower case.
         below: Names of folders in `path` that may hold the files.
-
-    Returns:
-        The folder, and the paths of the files below it, sorted by folder and name; [] if there are none.
 
     Raises:
         SourceError: None lie there, and some in a folder below, which must be given.
@@ -119,8 +116,7 @@ def _folders(path: Path) -> list[str]:
 def _place(folder: Path, suffixes: tuple[str, ...], deeper: bool = True) -> str | None:
     """Find where such files lie, by the first entries of a folder, and of those in it.
 
-    Returns:
-        The path below the folder, "" for itself; None if there are none, or images.
+    Returns the path below the folder, "" for itself; None if there are none, or images.
     """
     with os.scandir(folder) as scanned:
         entries = [entry for entry, _ in zip(scanned, range(_LOOKED_AT), strict=False)]

@@ -95,9 +95,6 @@ class LeftOut:
             root: The folder that the names begin in.
             names: The folder, below `root`, and the name of each.
             reason: Description of the entries that nothing names.
-
-        Raises:
-            SourceError: A folder cannot be listed.
         """
         known: dict[str, set[str]] = {"": set()}
         for folder, name in names:
@@ -177,7 +174,7 @@ class Listing:
         keep_test: bool = False,
         left_out: Callable[[str], Iterable[str]] = lambda name: [name],
     ) -> dict[str, list[str]]:
-        """Choose of the splits that there are "train" and "val", and count what is left out.
+        """Return the names of "train" and "val" of the splits that there are, and count what is left out.
 
         Args:
             splits: Names of each split, as `SplitRule.divide` returned them.
@@ -185,9 +182,6 @@ class Listing:
             unlabelled: Names that have no labels: a test split of them is left out.
             keep_test: Whether a test split that takes the place of val keeps its own name.
             left_out: Function that lists what of a name is left out.
-
-        Returns:
-            The names of each split that is taken.
         """
 
         def leave_out(names: Iterable[str], reason: str) -> None:

@@ -44,17 +44,11 @@ class NamedImages:
         self._bounds = bounds
 
     def find(self, names: Sequence[str], table: str = "") -> list[list[str]]:
-        """Find the images that a table names.
+        """Find the images that a table names, and return the paths below the folder that each name may mean.
 
         Names may be whole paths, of which the extension lacks, or the ends of paths: the first reading by which each is
-        exactly one image, or else the one by which most are. Of an address the first parts may lack below the folder.
-
-        Args:
-            names: Names of images that the table has.
-            table: Name of the table: one that speaks of a split may name those in folders that speak of it.
-
-        Returns:
-            The paths of the images that each name may mean, below the folder.
+        exactly one image, or else the one by which most are. Of an address the first parts may lack below the folder. A
+        table whose own name speaks of a split may name images in folders that speak of it.
         """
         texts = [_clean(name) for name in names]
         is_address = any(map(_ELSEWHERE.match, names))
@@ -128,15 +122,7 @@ def _readings(ends: Sequence[str], places: _Places, splits: set[str]) -> Iterato
 
 
 def describe_doubt(matches: Mapping[str, Sequence[str]], num_rows: int) -> str:
-    """Say which names of a table are not those of exactly one image.
-
-    Args:
-        matches: The images that each of them may mean.
-        num_rows: Number of all names.
-
-    Returns:
-        The text, with what to do.
-    """
+    """Say which of a table's names may mean no image, or several, and what to do. `num_rows`: how many it has."""
     missing = [name for name, places in matches.items() if not places]
     several = [f"{name} ({' and '.join(places[:2])})" for name, places in matches.items() if places]
     texts = []
@@ -162,7 +148,7 @@ def _is_end(end: str, place: str) -> bool:
 
 
 def doubt_by_table(tree: ClassTree, tables: Sequence[Path], are_split: bool) -> str:
-    """Doubt that the class folders say the labels of their images, where a table names these.
+    """Return why class folders may not say the labels of images that a table names; "" if nothing speaks against them.
 
     Some of its rows are read. It agrees if a column has one value for each folder, or the folders' names.
 
@@ -170,9 +156,6 @@ def doubt_by_table(tree: ClassTree, tables: Sequence[Path], are_split: bool) -> 
         tree: The class folders.
         tables: Files beside them.
         are_split: Whether the folders say the splits, so that the table need not.
-
-    Returns:
-        Why; "" if nothing speaks against them.
     """
     for path in [path for path in tables if path.name.lower().endswith(_TABLES)][:_MAX_TABLES]:
         rows = list(sample_rows(path))
@@ -196,13 +179,8 @@ def lists_of_splits(tree: ClassTree) -> dict[Path, list[str]]:
     """Find files that are called as those of splits, and that say which images in class folders are whose.
 
     They lie beside the class folders, or in a folder there without images. Most of their lines name images; or they are
-    called as those of train and of another split at once.
-
-    Args:
-        tree: The class folders.
-
-    Returns:
-        Some of the names that each has: of lists those of the images, of tables and JSON none.
+    called as those of train and of another split at once. Of each list some of its images' names are returned; of
+    tables and JSON none.
     """
     inside = (path for content in tree.classes.values() if not content.folders for path in content.others)
     files = [name for name in (*tree.beside, *inside) if name.lower().endswith((*_TABLES, *_LISTS, ".json"))]
@@ -218,15 +196,7 @@ def lists_of_splits(tree: ClassTree) -> dict[Path, list[str]]:
 
 
 def lists_of_rows(folder: Path, images: Iterable[str]) -> list[str]:
-    """Find the lists in a folder that are called as those of splits, and most of whose lines name images of a table.
-
-    Args:
-        folder: Folder of the table.
-        images: The names of the images' files.
-
-    Returns:
-        The names of the lists, sorted.
-    """
+    """List a folder's lists that are called as those of splits, and mostly name images of a table."""
     files = sorted(
         name for name in os.listdir(folder) if name.lower().endswith((*_LISTS, ".json")) and split_words(name)
     )

@@ -24,9 +24,8 @@ from .labels import NUMBER, number_labels
 from .large_files import has_large_files, large_files
 from .listing import Listing
 from .parquet_files import ListedFile, import_parquet, list_file
-from .parts import Listed, choose_files, divide, pick
-from .split_columns import Part
-from .split_paths import Paths
+from .parts import divide_samples, join_files, pick
+from .shard_names import choose_files
 
 if TYPE_CHECKING:
     import pyarrow
@@ -57,8 +56,17 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         if others:
             message = "%s: may hold images or labels in %s, too, not read: its images are those of %s"
             logger.warning(message, table.path, " and ".join(others), column)
-    listed = _join_listed(tables)
-    picked = divide(listed, files, listing, path)
+    ends = dict(zip(files, np.cumsum([len(table.labels) for table in tables]).tolist(), strict=True))
+
+    def unlabelled(i: int, file: str) -> SourceError:
+        table = next(table for table in tables if table.name == file)
+        return SourceError(
+            table.lack or f"row {i - ends[file] + len(table.labels)} has no {table.label}", path=table.path
+        )
+
+    paths = [path for table in tables for path in table.paths or [""] * len(table.labels)]
+    listed = join_files(((table.name, table.labels, table.said) for table in tables), paths, unlabelled)
+    picked = divide_samples(listed, files, listing, path)
     file_of_row = np.repeat(np.arange(len(tables)), [len(table.labels) for table in tables])
     used = {split: np.unique(file_of_row[rows]).tolist() for split, rows in picked.items()}
     texts = {split: pick(listed.labels, rows) for split, rows in picked.items()}
@@ -70,29 +78,6 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         of_split[rows] = True
         splits[split] = _join(named[split], of_split[np.isin(file_of_row, used[split])], labels[split])
     return Source(kind, classes, splits)
-
-
-def _join_listed(tables: list[ListedFile]) -> Listed:
-    parts: dict[Part, int] = {}
-    part = [np.zeros(0, np.int32)]
-    for table in tables:
-        if table.said:
-            part.append(
-                np.array([parts.setdefault(Part(table.name, said), len(parts)) for said in table.said], np.int32)
-            )
-        elif table.labels:
-            part.append(np.full(len(table.labels), parts.setdefault(Part(table.name), len(parts)), np.int32))
-    paths = [path for table in tables for path in table.paths or [""] * len(table.labels)]
-    labels = [label for table in tables for label in table.labels]
-
-    def unlabelled(i: int) -> SourceError:
-        for table in tables:
-            if i < len(table.labels):
-                break
-            i -= len(table.labels)
-        return SourceError(table.lack or f"row {i} has no {table.label}", path=table.path)
-
-    return Listed(list(parts), np.concatenate(part), labels, [paths], lambda: Paths.from_texts(paths), unlabelled)
 
 
 def _classes(

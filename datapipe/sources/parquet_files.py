@@ -27,18 +27,9 @@ _STRINGS = ("string", "large_string", "string_view")  # Arrow's types
 
 
 def _find_columns(path: str, schema: pyarrow.Schema, label_column: str | None) -> tuple[str, str | None]:
-    """Find the columns that are read.
+    """Find the column of the images' bytes, and that of the labels (None: there is none).
 
-    Args:
-        path: The file, for messages.
-        schema: Schema of the file.
-        label_column: The column of labels that the user names.
-
-    Returns:
-        The column of the images' bytes, and that of the labels (None: there is none).
-
-    Raises:
-        SourceError: There is none of images, or they do not hold what they should.
+    Raises SourceError if there is none of images, or they do not hold what they should.
     """
     if double := next((name for name, count in Counter(schema.names).items() if count > 1), None):
         raise SourceError(f"has two columns {double}: rename one", path=path)
@@ -57,17 +48,7 @@ def _find_columns(path: str, schema: pyarrow.Schema, label_column: str | None) -
 
 
 def _other_columns(schema: pyarrow.Schema, column: str, label: str | None, label_column: str | None) -> list[str]:
-    """List the columns that may hold images or labels, too, and are not read.
-
-    Args:
-        schema: Schema of the file.
-        column: Column of the images' bytes.
-        label: Column of the labels; None: there is none.
-        label_column: Column of labels that the user names.
-
-    Returns:
-        Their names.
-    """
+    """List the columns that may hold images or labels, too, and are not read."""
     usual = (*_IMAGES, *(() if label_column else _LABELS))
     others = dict.fromkeys((*usual, *(name for name in schema.names if _bytes_column(schema, name))))
     return [name for name in others if name in schema.names and name not in (column.split(".")[0], label)]
@@ -165,6 +146,15 @@ class ListedFile(NamedTuple):
 
 
 def list_file(path: str, name: str, bounds: str | None, listing: Listing, with_paths: bool) -> ListedFile:
+    """Return what a file says of its rows. Raises SourceError if it cannot be read, or in two ways.
+
+    Args:
+        path: The file.
+        name: Its path below the source.
+        bounds: See `paths`.
+        listing: Listing with what the user says of columns and splits.
+        with_paths: Whether the images' paths are asked for.
+    """
     label_column = listing.label_column
     check_inside(path, bounds)
     parquet = import_parquet(path)

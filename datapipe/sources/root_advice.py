@@ -39,15 +39,12 @@ _NAMED = 3  # readings that a message gives
 
 
 def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSplitError) -> str:
-    """Say what to type, or what to do, about folders that were refused.
+    """Return what to type, or what to do, about folders that were refused, for the end of a message.
 
     Args:
         source: Path that the user has given.
         listing: Listing with what the user says of the source.
         error: The refusal.
-
-    Returns:
-        The text, for the end of a message.
     """
     doubt = error.doubt if isinstance(error, RootError) else None
     if doubt and doubt.about == "lists":
@@ -176,14 +173,8 @@ def _advise_splits(
 ) -> tuple[list[str], bool]:
     """Say which folders to take for the splits, and what to do about those that cannot be taken as they are.
 
-    Args:
-        source: Path that the user has given.
-        folders: The folders in it.
-        listing: Listing with the bounds.
-        may_be_classes: Whether folders that hold images themselves may be class folders.
-
-    Returns:
-        The texts, and whether some folders have no class folders.
+    `may_be_classes`: whether folders that hold images themselves may be class folders. Returns the texts, and whether
+    some folders have no class folders.
     """
     named = {name: splits_of(name) for name in folders}
     roots = {name: root for name in folders if (root := find_root(source, name, listing)) is not None}
@@ -219,13 +210,8 @@ def _choose_roots(
 ) -> tuple[dict[str, Root], list[str]]:
     """Choose a folder for each split, and say what to type for it, and for the others that may be meant.
 
-    Args:
-        names: The folders that may be a split's.
-        roots: Class folders that the folders hold, of those that hold some.
-        folders: All folders in the source.
-
-    Returns:
-        What was chosen first, and the texts.
+    `names`: the folders that may be a split's; `roots`: those of all `folders` that hold class folders. Returns what
+    was chosen first, and the texts.
     """
     fitting = {split: [name for name in of_split if name in roots] for split, of_split in names.items()}
     choices: list[dict[str, Root]] = []

@@ -159,7 +159,7 @@ class Root(NamedTuple):
 
 
 def find_root(source: Path, folder: str, listing: Listing, seen: frozenset[str] = frozenset()) -> Root | None:
-    """Find the class folders that a folder holds: in itself, in one below, or in each of its groups of classes.
+    """Return the class folders that a folder holds: in itself, in one below, or in each of its groups of classes.
 
     Args:
         source: Path that the user has given.
@@ -202,15 +202,12 @@ def find_root(source: Path, folder: str, listing: Listing, seen: frozenset[str] 
 
 
 def find_splits(source: Path, name: str, listing: Listing) -> str:
-    """Find the folder, not one of a split itself, that holds class folders for training in one that is called so.
+    """Return the folder that holds class folders for training in one that is called so; "" if there is none.
 
     Args:
         source: Path that the user has given.
-        name: The folder's path below it; folders in it are looked into, _MAX_DEPTH deep at most.
+        name: The path below it of the folder, not one of a split itself, in which it is looked for, some folders deep.
         listing: Listing with the bounds.
-
-    Returns:
-        Its path below the source; "" if there is none.
     """
     if is_split_name(os.path.basename(name)) or os.path.islink(source / name):
         return ""

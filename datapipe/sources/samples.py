@@ -195,30 +195,24 @@ class ListedArchive(NamedTuple):
 
     @classmethod
     def from_members(cls, file: int, names: list[str], members: Sequence[Member]) -> ListedArchive:
-        """Take members of an archive as samples.
+        """Return members of an archive as samples.
 
         Args:
             file: The archive's number among all.
             names: Name of each sample.
             members: Member of the archive that holds each sample.
-
-        Returns:
-            The samples.
         """
         offsets, sizes = ([member[column] for member in members] for column in (1, 2))
         return cls(file, names, np.array(offsets, np.int64), np.array(sizes, np.int64))
 
 
 def join(files: list[str], archives: Sequence[ListedArchive], labels: np.ndarray) -> ArchiveMembers:
-    """Join the samples of all archives, one archive after the other.
+    """Return the samples of all archives, one archive after the other.
 
     Args:
         files: The archives' paths, by their numbers.
         archives: Samples of the archives.
         labels: Class of each sample, uint32[N].
-
-    Returns:
-        The samples.
     """
     counts = [len(archive.names) for archive in archives]
     file = np.repeat(np.array([archive.file for archive in archives], np.int32), counts)
@@ -254,14 +248,11 @@ class Pixels:
 
 
 def numbered(origin: str, labels: np.ndarray, pixels: np.ndarray) -> Pixels:
-    """Name images by their place in the source.
+    """Return images as samples that are named by their place in the source.
 
     Args:
         origin: The source, for messages.
         labels: Integers[N], the class of each image.
         pixels: Pixels of the images, uint8[N, H, W] or [N, H, W, 3].
-
-    Returns:
-        The samples.
     """
     return Pixels(origin, [f"{i:05d}" for i in range(len(labels))], labels.astype(np.uint32), pixels)

@@ -1,6 +1,6 @@
-"""What tars or tables of a data set say of each other: folds, shards that are missing, and copies of a file.
+"""The tars or tables of a data set: which are read, and what their names say of each other.
 
-They are refused where nobody has said with `--split` what to take.
+Folds, sets from which shards are missing, and copies of a file are refused, unless `--split` says what to take.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 from ..console import format_count
 from ..split_names import FOLD, HASH, TRAIN, VAL, matches, split_options, split_words, splits_of
 from ..splits import CHOOSE, AmbiguousSplitError
+from .listing import Listing
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,45 @@ _NAMED = 3  # shards that a message gives
 _READ_BYTES = (1 << 12, 1 << 20)  # of both ends of files of equal size: more where the first are equal
 
 
-def check_copies(names: Sequence[str], source: Path) -> None:
+def choose_files(names: Sequence[str], listing: Listing, source: Path, may_wait: bool = True) -> dict[str, str]:
+    """Choose which files of a data set are read, where their names say it.
+
+    Args:
+        names: Paths of the files below the source.
+        listing: Listing with the rule that tells splits apart.
+        source: The data set, for messages.
+        may_wait: Whether to leave it to `divide_samples` if it is not clear, since the files may have columns.
+
+    Returns:
+        The split of each file that is read, "train", "val" or (if nothing is val) "test"; "": their names do not say.
+    """
+    if listing.rule.patterns:
+        return _choose_files(names, listing, source, may_wait)
+    _check_copies(names, source)
+    files = _choose_files(names, listing, source, may_wait)
+    _check_names(files, source)
+    return files
+
+
+def _choose_files(names: Sequence[str], listing: Listing, source: Path, may_wait: bool) -> dict[str, str]:
+    rule = listing.rule
+    if rule.patterns:
+        if len(names) < 2 or not rule.covers(names):
+            return dict.fromkeys(names, "")
+    elif not any(map(split_words, names)) and may_wait:
+        return dict.fromkeys(names, "")
+    try:
+        splits = listing.choose(rule.divide(names, source), names, keep_test=True)
+    except AmbiguousSplitError:
+        if may_wait:
+            return dict.fromkeys(names, "")
+        raise
+    is_said = rule.patterns or any(map(split_words, names))
+    split_of = {name: split if is_said else "" for split, of_split in splits.items() for name in of_split}
+    return {name: split_of[name] for name in names if name in split_of}
+
+
+def _check_copies(names: Sequence[str], source: Path) -> None:
     """Raise AmbiguousSplitError if a file is called as a copy of another: of names below the source."""
     for name in names:
         folder, file = os.path.split(name)
@@ -45,15 +84,10 @@ def check_copies(names: Sequence[str], source: Path) -> None:
             raise _twice(original, name, "are called as a file and its copy", dict.fromkeys(names, ""), source)
 
 
-def check_names(files: Mapping[str, str], source: Path) -> None:
-    """Check what the names of files say of each other.
+def _check_names(files: Mapping[str, str], source: Path) -> None:
+    """Check what the names of files below the source, given with their splits ("": not known), say of each other.
 
-    Args:
-        files: The files that are read, by their paths below the source, and the split of each; "": not known.
-        source: The data set, for messages.
-
-    Raises:
-        AmbiguousSplitError: They are folds, or shards are missing.
+    Raises AmbiguousSplitError if they are folds, or shards are missing.
     """
     if not any(map(split_words, files)):
         check_folds(list(files), source)
@@ -62,15 +96,12 @@ def check_names(files: Mapping[str, str], source: Path) -> None:
 
 
 def check_contents(files: Mapping[str, str], source: Path, is_said: bool) -> None:
-    """Check that no two files hold the same bytes: those of equal size are compared, 1 MiB at each of their ends.
+    """Raise AmbiguousSplitError if two files of a split hold the same bytes: 1 MiB at each of their ends is compared.
 
     Args:
         files: The files that hold samples, by their paths below the source, and the split of each.
         source: The data set.
         is_said: Whether the user has said which to take: then a warning is enough, as for files of two splits.
-
-    Raises:
-        AmbiguousSplitError: Two files of a split do.
     """
     for alike in _alike(list(files), source):
         first, second, *_ = sorted(alike, key=lambda name: (len(name), name))

@@ -184,16 +184,15 @@ def check_paths(
 
 
 def check_undivided(files: Sequence[str], paths: Paths, labels: Collection[str], source: Path) -> None:
-    """Check what no name of a split divides. It is logged that files of several names are all for training.
+    """Raise AmbiguousSplitError if all files, or folders or files in paths, are called `tr` or `va`, say, or as folds.
+
+    It is logged that files of several names are all for training.
 
     Args:
         files: The tars or tables, by their paths below the source.
         paths: The samples' paths in them.
         labels: The samples' labels: a folder called so is a class.
         source: The data set, for messages.
-
-    Raises:
-        AmbiguousSplitError: All files, or folders or files in the paths, are called `tr` or `va`, say, or as folds.
     """
     folds = _first_parts(paths.folders, FOLD.search)
     if {os.path.basename(name) for name in folds}.isdisjoint(labels):

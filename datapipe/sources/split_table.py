@@ -54,15 +54,10 @@ class SplitTable:
     """
 
     def __init__(self, parts: Sequence[Part], source: Path, labels_of: Callable[[Collection[int]], set[str]]) -> None:
-        """Find the columns that say the splits.
+        """Find the columns that say the splits of parts, which `filled` returned.
 
-        Args:
-            parts: Parts of the data set, as `filled` returns them.
-            source: The data set, for messages.
-            labels_of: Function that gives the labels in some parts, by their numbers.
-
-        Raises:
-            AmbiguousSplitError: A column can be read in two ways, or two disagree.
+        `labels_of` gives the labels in some parts, by their numbers. Raises AmbiguousSplitError if a column can be read
+        in two ways, or two disagree.
         """
         self._source = source
         self._parts = parts
@@ -116,13 +111,9 @@ class SplitTable:
                 )
 
     def check_rest(self, num_splits: int) -> None:
-        """Check that no column that was let be may divide the samples, too.
+        """Check that no column that was let be may divide the samples, which names of `num_splits` splits do, too.
 
-        Args:
-            num_splits: Number of splits that the names speak of by which the samples are divided.
-
-        Raises:
-            AmbiguousSplitError: One may: with several splits none, with one those of several values.
+        Raises AmbiguousSplitError if one may: with several splits none, with one those of several values.
         """
         for name in self._of_kind(_UNCLEAR):
             values = self._values[name]

@@ -127,14 +127,9 @@ def _can_read(source: Path, listing: Listing, num_tables: int) -> bool:
 
 
 def advise_sorting(folder: Path, classes: Collection[str]) -> str:
-    """Say how to sort images by a list beside them, whose lines have an image and a class, as Tiny ImageNet has it.
+    """Say by which command to sort images by a list beside them, as Tiny ImageNet has it; "" without such a list.
 
-    Args:
-        folder: Folder of a split, with the images in it or in one below, such as `images`.
-        classes: Classes of train.
-
-    Returns:
-        The command; "" without such a list.
+    Its lines have an image and a class of train. The images lie in the folder, or in one below, such as `images`.
     """
     with suppress(OSError):
         places = ["", *(entry.name for entry in os.scandir(folder) if entry.name.lower() in OF_IMAGES)]
@@ -173,31 +168,25 @@ def _advise_listing(source: Path) -> str:
 
 
 def advise_writing(source: Path, what: str, label: str, place: str = ".") -> str:
-    """Say by which command to write a table of images, and when.
+    """Return by which command to write a table of images, and when.
 
     Args:
         source: Folder in which to run the command.
         what: The condition.
         label: Python's expression for the label of `path`, such as TOP.
         place: The folder of the images, below the source.
-
-    Returns:
-        The text.
     """
     command = _WRITE.format(label=label, folder=place, suffixes=EXTENSIONS)
     return f"{what}, run in {quote(str(source))}, and give the labels.csv that it writes: {command}"
 
 
 def advise_lists(source: Path, lists: Mapping[Path, Sequence[str]], classes: Collection[str]) -> str:
-    """Say how to write a table of images that a list of each split names by class and image; "" if they do not.
+    """Return how to write a table of images that a list of each split names by class and image; "" if they do not.
 
     Args:
         source: Folder in which to run the command.
         lists: The lists, and some of the names in each.
         classes: The class folders.
-
-    Returns:
-        The text.
     """
     by_split = {path: splits_of(path.name) for path, names in lists.items() if names}
     pairs = sorted((min(splits), os.path.relpath(path, source)) for path, splits in by_split.items())

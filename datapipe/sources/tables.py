@@ -100,18 +100,12 @@ class Header(NamedTuple):
 
 
 def find_columns(rows: Sequence[Sequence[str]], listing: Listing, count_images: _CountImages) -> Header:
-    """Find the columns of a table.
+    """Return the columns of a table. Raises ValueError if none has paths, or several may have them.
 
     Args:
         rows: First rows of the table.
         listing: Listing with the names that the user gives.
         count_images: Function that counts those of some cells that name an image, without an extension, say.
-
-    Returns:
-        The columns.
-
-    Raises:
-        ValueError: No column has paths, or several may have them.
     """
     first = [cell.strip() for cell in rows[0]] if rows else []
     names = [cell.lower() for cell in first]

@@ -22,7 +22,7 @@ from ..formats.magic import HEAD_BYTES, explain, folder_of
 from ..formats.naming import LABELS, split_name
 from ..formats.tar_listing import END, MAX_HEADER_BYTES, Member, list_members
 from .file_names import ARCHIVES, CLASS_TAR, IMAGENET_TRAIN
-from .paths import opened
+from .paths import open_checked
 
 _MAGIC: dict[bytes, Callable[[io.BufferedReader], io.BufferedIOBase]] = {
     b"\x1f\x8b": gzip.open,
@@ -41,20 +41,14 @@ _UNPACKERS = dict.fromkeys(_TARS, _BY_TAR) | {".zip": _BY_ZIP}
 
 
 def read_file(path: str, bounds: str | None, max_bytes: int) -> bytes:
-    """Read a file.
+    """Return the content of a file. Raises SourceError if it cannot be read, or is larger than such a file can be.
 
     Args:
         path: The file.
         bounds: See `paths`.
         max_bytes: The largest size that such a file can have.
-
-    Returns:
-        Its content.
-
-    Raises:
-        SourceError: It cannot be read, or is larger.
     """
-    with opened(path, bounds) as fd, open(fd, "rb", closefd=False) as file:
+    with open_checked(path, bounds) as fd, open(fd, "rb", closefd=False) as file:
         size = os.fstat(fd).st_size
         _check_size(path, size, max_bytes)
         data = file.read(size)  # not what is being appended
@@ -79,42 +73,47 @@ def members(path: str, bounds: str | None, names: Set[str], max_bytes: int) -> I
         SourceError: The archive is damaged or cut short, holds one of `names` twice, or claims to hold more.
             What was yielded before may be damaged, too.
     """
-    with opened(path, bounds) as fd, open(fd, "rb", closefd=False) as file:
-        unpack = None
+    with open_checked(path, bounds) as fd, open(fd, "rb", closefd=False) as file:
+        magic = file.peek(4)
+        if magic.startswith(_ZSTANDARD):
+            raise SourceError("is compressed with Zstandard, and not read: unpack it with zstd -d", path=path)
+        unpack = next((unpack for start, unpack in _MAGIC.items() if magic.startswith(start)), None)
         try:
-            magic = file.peek(4)
-            if magic.startswith(_ZSTANDARD):
-                raise SourceError("is compressed with Zstandard, and not read: unpack it with zstd -d", path=path)
-            unpack = next((unpack for start, unpack in _MAGIC.items() if magic.startswith(start)), None)
-            read: set[str] = set()
             stream = _Stream(unpack(file) if unpack else file)
             with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r:") as archive:  # it only reads, seeks and tells
-                for number, member in enumerate(archive):
-                    if number == _MAX_MEMBERS:
-                        raise tarfile.ReadError(f"it has more than {_MAX_MEMBERS} members")
-                    if member.size < 0:  # the next header would be an earlier one: an endless loop
-                        raise tarfile.ReadError(f"it gives {member.name} a size of {member.size} bytes")
-                    if member.isdir():
-                        continue
-                    data = None
-                    name = next((name for name in names if f"/{member.name}".endswith(f"/{name}")), None)
-                    if member.isreg() and name is not None:
-                        if name in read:
-                            raise SourceError(f"holds {name} twice", path=path)
-                        read.add(name)
-                        _check_size(f"{path}: {member.name}", member.size, max_bytes)
-                        max_bytes -= member.size
-                        stream.max_bytes = io.DEFAULT_BUFFER_SIZE + member.size
-                        content = archive.extractfile(member)
-                        assert content is not None  # as for all regular files
-                        data = content.read()
-                        stream.max_bytes = MAX_HEADER_BYTES
-                    yield member.name, data
+                yield from _read_members(path, archive, stream, names, max_bytes)
                 stream.read_end()
         except _DAMAGE as error:
             if unpack is None and (what := explain(os.pread(fd, HEAD_BYTES, 0), path)):
                 raise SourceError(what, path=path) from error
             raise SourceError(f"is a truncated or corrupt archive, or none: {error}", path=path) from error
+
+
+def _read_members(
+    path: str, archive: tarfile.TarFile, stream: _Stream, names: Set[str], max_bytes: int
+) -> Iterator[tuple[str, bytes | None]]:
+    read: set[str] = set()
+    for number, member in enumerate(archive):
+        if number == _MAX_MEMBERS:
+            raise tarfile.ReadError(f"it has more than {_MAX_MEMBERS} members")
+        if member.size < 0:  # the next header would be an earlier one: an endless loop
+            raise tarfile.ReadError(f"it gives {member.name} a size of {member.size} bytes")
+        if member.isdir():
+            continue
+        data = None
+        name = next((name for name in names if f"/{member.name}".endswith(f"/{name}")), None)
+        if member.isreg() and name is not None:
+            if name in read:
+                raise SourceError(f"holds {name} twice", path=path)
+            read.add(name)
+            _check_size(f"{path}: {member.name}", member.size, max_bytes)
+            max_bytes -= member.size
+            stream.max_bytes = io.DEFAULT_BUFFER_SIZE + member.size
+            content = archive.extractfile(member)
+            assert content is not None  # as for all regular files
+            data = content.read()
+            stream.max_bytes = MAX_HEADER_BYTES
+        yield member.name, data
 
 
 def _check_size(path: str, size: int, max_bytes: int) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count, repeat
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
@@ -25,11 +26,11 @@ from .file_names import is_in_hidden
 from .labels import check_same_classes, number_labels
 from .large_files import has_large_files, large_files
 from .listing import Listing
-from .parts import Listed, choose_files, divide, pick
-from .paths import opened
+from .parts import divide_samples, join_files, pick
+from .paths import open_checked
 from .samples import ListedArchive, join
-from .split_columns import Columns, Part, Said
-from .split_paths import Paths
+from .shard_names import choose_files
+from .split_columns import Columns, Said
 from .unpacked import refuse_nested
 
 logger = logging.getLogger(__name__)
@@ -59,17 +60,28 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     for name in files:
         if name.lower().endswith(_COMPRESSED):
             _check_compressed(str(root / name), bounds)
-    shards = _list(root, list(files), bounds, listing)
-    listed = _join_listed(shards, list(files))
-    divided = divide(listed, files, listing, path)
+    with ThreadPoolExecutor(_LISTERS) as pool:
+        paths = (str(root / name) for name in files)
+        shards = list(pool.map(_list_shard, count(), paths, repeat(bounds), repeat(listing)))
+    keys = [key for shard in shards for key in shard.images.names]
+
+    def unlabelled(i: int, file: str) -> SourceError:
+        error = shards[list(files).index(file)].unlabelled
+        assert error is not None
+        return error
+
+    listed = join_files(
+        ((file, shard.labels, shard.said) for file, shard in zip(files, shards, strict=True)), keys, unlabelled
+    )
+    divided = divide_samples(listed, files, listing, path)
     texts = {split: pick(listed.labels, samples) for split, samples in divided.items()}
     classes, labels = number_labels(path, texts, listing.labels)
     if dotted := [
         f"{Path(file).name}: {name}" for file, shard in zip(files, shards, strict=True) for name in shard.dotted
     ]:
-        count = format_count(len(dotted), "image has a name", "images have names")
+        are = format_count(len(dotted), "image has a name", "images have names")
         message = "%s: %s of several dots, such as %s; the last begins the extension here, and in WebDataset the first"
-        logger.warning(message, path, count, dotted[0])
+        logger.warning(message, path, are, dotted[0])
     everything = join([str(root / name) for name in files], [shard.images for shard in shards], _NO_LABELS)
     return Source(
         kind, classes, {split: everything.picked(samples, labels[split]) for split, samples in divided.items()}
@@ -78,7 +90,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
 
 def _check_compressed(path: str, bounds: str | None) -> None:
     """Raise SourceError for a compressed archive, which one that is named so need not be."""
-    with opened(path, bounds) as fd:
+    with open_checked(path, bounds) as fd:
         head = os.pread(fd, HEAD_BYTES, 0)
     if not is_tar(head):
         raise SourceError(explain(head, path) or f"is compressed{advise_unpacking(path)}", path=path)
@@ -92,17 +104,9 @@ class _Shard(NamedTuple):
     dotted: list[str]  # images whose names have more dots than one
 
 
-def _list(root: Path, names: list[str], bounds: str | None, listing: Listing) -> list[_Shard]:
-    def list_shard(number: int) -> _Shard:
-        return _list_shard(number, str(root / names[number]), bounds, listing)
-
-    with ThreadPoolExecutor(_LISTERS) as pool:
-        return list(pool.map(list_shard, range(len(names))))
-
-
 def _list_shard(number: int, path: str, bounds: str | None, listing: Listing) -> _Shard:
     left_out = listing.left_out
-    with opened(path, bounds) as fd:
+    with open_checked(path, bounds) as fd:
         archive = list_members(fd, path, keep_content=lambda name: name.rpartition(".")[2].lower() in _TEXTS)
         names = _split_names([member.name for member in archive.members])
         if not any(extension in IMAGES for _, extension in names):
@@ -154,19 +158,9 @@ def _split_names(names: Sequence[str]) -> list[tuple[str, str]]:
 def _read_texts(
     path: str, keys: Iterable[str], texts: Mapping[str, Mapping[str, bytes]], listing: Listing
 ) -> tuple[list[str], list[Said], SourceError | None]:
-    """Read what the members beside images say.
+    """Read what the members beside images say: the labels, the splits, and the error for the first without a label.
 
-    Args:
-        path: The shard, for messages.
-        keys: Keys of the images.
-        texts: The contents of the other members, by key and extension.
-        listing: Listing with the rule that tells splits apart, and the field that holds the labels.
-
-    Returns:
-        The labels, what is said of splits, and the error for the first image without a label, as in `_Shard`.
-
-    Raises:
-        SourceError: A label cannot be read.
+    `texts`: the members' contents, by key and extension. Raises SourceError if a label cannot be read.
     """
     columns, labels, said = Columns(listing.rule), [], []
     others_named = {*LABEL_FIELDS, listing.label_column}  # fields that are not of splits
@@ -175,26 +169,15 @@ def _read_texts(
     for key in keys:
         contents = texts.get(key, {})
         label, fields = "", _NO_FIELDS
-        if "cls" in contents or "json" in contents:
+        if set(LABELS) & contents.keys():
             label, fields = read_fields(path, key, contents, listing.label_column)
         elif unlabelled is None:
             advice = "" if any(set(LABELS) & its.keys() for its in texts.values()) else _unpack(path, key)
             unlabelled = SourceError(f"has an image, but no label (.cls or .json){advice}", path=path, key=key)
-        if any(isinstance(value, dict) for value in fields.values()):
-            fields = _flat(fields)
-        values = []
-        for name, value in fields.items():
-            if (twin := name.lower()) != name and twin in LABEL_FIELDS and twin in fields and not listing.label_column:
-                twins.setdefault(name, set()).add((str(fields[twin]), str(value)))
-            if name in others_named:
-                continue
-            if isinstance(value, str | list | None) or (columns.is_named(name) and not isinstance(value, dict)):
-                values.append((name, "" if value is None else str(value)))
-            elif not isinstance(value, dict):
-                others_named.add(name)
-        for name in _SPLITS:
-            if name in contents:
-                values.append((f".{name}", contents[name].decode("utf-8", "replace").strip()))
+        for name in () if listing.label_column else fields:
+            if (twin := name.lower()) != name and twin in LABEL_FIELDS and twin in fields:
+                twins.setdefault(name, set()).add((str(fields[twin]), str(fields[name])))
+        values = _values(fields, contents, columns, others_named)
         said.append(columns.said(values) if values else ())
         if len(said[-1]) < len(values):
             others_named.update({name for name, _ in values} - set(columns.alive(name for name, _ in values)))
@@ -202,6 +185,24 @@ def _read_texts(
     for name, pairs in twins.items():
         check_same_classes(path, (name.lower(), name), pairs)
     return labels, columns.keep(said), unlabelled
+
+
+def _values(
+    fields: Mapping[str, object], contents: Mapping[str, bytes], columns: Columns, others_named: set[str | None]
+) -> list[tuple[str, str]]:
+    """List what may say a sample's split, by name. Fields that cannot are added to `others_named`."""
+    values = []
+    if any(isinstance(value, dict) for value in fields.values()):
+        fields = _flat(fields)
+    for name, value in fields.items():
+        if name in others_named or isinstance(value, dict):
+            continue
+        if isinstance(value, str | list | None) or columns.is_named(name):
+            values.append((name, "" if value is None else str(value)))
+        else:
+            others_named.add(name)
+    texts = ((name, contents[name].decode("utf-8", "replace").strip()) for name in _SPLITS if name in contents)
+    return [*values, *((f".{name}", text) for name, text in texts)]
 
 
 def _unpack(path: str, key: str) -> str:
@@ -231,19 +232,3 @@ def _no_image(key: str, others: list[tuple[str, str]]) -> str:
         if beside
         else "has a label, but no image"
     )
-
-
-def _join_listed(shards: list[_Shard], files: list[str]) -> Listed:
-    """Join what is listed of all shards."""
-    parts: dict[Part, int] = {}
-    pairs = ((file, said) for file, shard in zip(files, shards, strict=True) for said in shard.said)
-    part = [parts.setdefault(Part(file, said), len(parts)) for file, said in pairs]
-    keys = [key for shard in shards for key in shard.images.names]
-
-    def unlabelled(i: int) -> SourceError:
-        error = shards[files.index(list(parts)[part[i]].file)].unlabelled
-        assert error is not None
-        return error
-
-    labels = [label for shard in shards for label in shard.labels]
-    return Listed(list(parts), np.array(part, np.int32), labels, [keys], lambda: Paths.from_texts(keys), unlabelled)
