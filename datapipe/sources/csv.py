@@ -22,7 +22,7 @@ from ..errors import SourceError
 from ..split_names import SPLIT_OF, TRAIN, own_splits, split_words
 from ..splits import AmbiguousSplitError
 from . import Source
-from .file_names import TEXT_TABLES, is_hidden, is_submission
+from .file_names import TEXT_TABLES
 from .labels import check_same_classes, number_labels
 from .listing import Listing
 from .named_images import NamedImages, describe_doubt, lists_of_rows
@@ -32,7 +32,7 @@ from .samples import Files
 from .shard_names import choose_files
 from .split_columns import Columns, Part, Said
 from .split_paths import Paths
-from .tables import LABELS, PATHS, Header, find_columns, read_rows
+from .tables import LABELS, PATHS, Header, find_columns, read_rows, tables_in
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +43,14 @@ _LOOKED_AT = 8  # rows of a table, to see which columns are which, and whether p
 def detect(path: Path) -> str | None:
     if not path.is_dir():
         return "csv" if path.name.lower().endswith(TEXT_TABLES) else None
-    words = list(map(split_words, _tables(path)))
+    words = list(map(split_words, tables_in(path)))
     return "csv" if words and all(words) and any(SPLIT_OF[word] == TRAIN for word in chain(*words)) else None
-
-
-def _tables(folder: Path) -> list[str]:
-    names = (entry.name for entry in os.scandir(folder))
-    return sorted(n for n in names if n.lower().endswith(TEXT_TABLES) and not is_hidden(n) and not is_submission(n))
 
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
     folder = path if path.is_dir() else path.parent
-    reader = _Reader(str(folder), None if listing.outside else str(folder), listing)
-    tables = _tables(path) if path.is_dir() else [path.name]
+    reader = _Reader(str(folder), listing.bounds(folder), listing)
+    tables = tables_in(path) if path.is_dir() else [path.name]
     if not tables:
         raise SourceError("holds no .csv or .tsv files", path=path)
     files = choose_files(tables, listing, path)

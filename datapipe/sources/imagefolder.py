@@ -30,9 +30,9 @@ from .class_folders import advise_joined, doubtful_classes, shared_classes
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import advise, is_hidden, is_partial
 from .labels import number_labels, out_of_order, warn_of_case
-from .listing import Listing
+from .listing import Listing, folders_in
 from .root_advice import advise_roots
-from .roots import check_roots, folders_in, may_hold_samples
+from .roots import check_roots, may_hold_samples
 from .table_advice import TOP, advise_writing
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def _list_trees(path: Path, listing: Listing) -> dict[str, ClassTree]:
     """List the class folders of each split. Raises RootError if they are not where they should be."""
     roots = _split_roots(path, listing)
     listing.count_beside(path, roots)
-    bounds = None if listing.outside else str(path)
+    bounds = listing.bounds(path)
     trees = {
         split: [ClassTree.scan(root, bounds, listing.left_out) for root in of_split]
         for split, of_split in roots.items()

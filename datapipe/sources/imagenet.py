@@ -63,7 +63,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     if not path.is_dir():
         raise WrongPathError("is not a folder; give the one that holds the archives of ImageNet", path=path)
     listing.refuse_options(kind)
-    bounds, root = None if listing.outside else str(path), path
+    bounds, root = listing.bounds(path), path
     if (path / _KAGGLE).is_dir():
         path = path / _KAGGLE
     names = set(os.listdir(path))

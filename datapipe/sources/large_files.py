@@ -11,7 +11,7 @@ from ..dataset.manifest import MANIFEST
 from ..errors import SourceError
 from ..split_names import split_words
 from .file_names import EXTENSIONS, is_hidden, is_image
-from .listing import Listing, is_folder
+from .listing import Listing, folders_in, is_folder
 
 _PARTITION = re.compile(r"[^=]+=.*")  # a folder as Hive and Spark name it
 _LOOKED_AT = 8  # entries of a folder, to see what it holds
@@ -78,7 +78,7 @@ def _check_below(path: Path, suffixes: tuple[str, ...]) -> None:
 
     Such are a configuration of Hugging Face's, `plain_text/train/0000.parquet`, and partitions, `label=0/a.parquet`.
     """
-    places = {name: place for name in _folders(path) if (place := _place(path / name, suffixes)) is not None}
+    places = {name: place for name in folders_in(path) if (place := _place(path / name, suffixes)) is not None}
     inner = list(places)
     parts = [part for name, place in places.items() for part in (name, *place.split("/"))]
     if partition := next(filter(_PARTITION.fullmatch, parts), None):
@@ -103,14 +103,8 @@ def _lie_deeper(path: Path, suffixes: tuple[str, ...]) -> bool:
     """Whether all folders in a folder that holds no such files itself, as far as is looked at, hold some."""
     if any(name.lower().endswith((*suffixes, *EXTENSIONS)) for name in os.listdir(path)):
         return False
-    folders = _folders(path)[:_FOLDERS]
+    folders = folders_in(path)[:_FOLDERS]
     return bool(folders) and all(_place(path / name, suffixes) is not None for name in folders)
-
-
-def _folders(path: Path) -> list[str]:
-    with os.scandir(path) as entries:
-        named = [entry for entry in entries if not is_hidden(entry.name) and not is_image(entry.name)]
-        return sorted(entry.name for entry in named if is_folder(entry))
 
 
 def _place(folder: Path, suffixes: tuple[str, ...], deeper: bool = True) -> str | None:

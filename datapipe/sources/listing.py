@@ -15,7 +15,7 @@ from ..errors import SettingError, SourceError
 from ..fsio import atomic_write, side_by_side
 from ..split_names import TEST, TRAIN, VAL, split_words
 from ..splits import SplitRule
-from .file_names import is_harmless, is_hidden, is_partial
+from .file_names import is_harmless, is_hidden, is_image, is_partial
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,13 @@ def is_folder(entry: os.DirEntry) -> bool:
 def _name(path: str) -> str:
     """Return the last part of a path, of a file or of an archive and a member."""
     return path.rpartition("/")[2].rpartition(": ")[2]
+
+
+def folders_in(path: Path) -> list[str]:
+    """List the folders in a folder, sorted, without those that are hidden."""
+    with os.scandir(path) as entries:
+        named = [entry for entry in entries if not is_hidden(entry.name) and not is_image(entry.name)]
+        return sorted(entry.name for entry in named if is_folder(entry))
 
 
 class LeftOut:
@@ -159,6 +166,10 @@ class Listing:
     label_column: str | None = None
     path_column: str | None = None
     left_out: LeftOut = field(default_factory=LeftOut)
+
+    def bounds(self, source: Path) -> str | None:
+        """Return the folder that links must not leave; None: they may lead anywhere (see `paths`)."""
+        return None if self.outside or not source.is_dir() else str(source)
 
     def divide(self, names: Sequence[str], source: Path) -> dict[str, list[str]]:
         """Divide names by split, "train" and "val": see `SplitRule`. Without a val split, a test split is val."""

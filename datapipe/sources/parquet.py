@@ -42,7 +42,7 @@ def detect(path: Path) -> str | None:
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
     import_parquet(path)
-    bounds = None if listing.outside or not path.is_dir() else str(path)
+    bounds = listing.bounds(path)
     root, names = large_files(path, listing, (".parquet",), below=("data",))
     if not names:
         raise SourceError("holds no .parquet files, neither itself nor in data, train and val", path=path)

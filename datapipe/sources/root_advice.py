@@ -30,9 +30,9 @@ from . import open_source
 from .class_folders import OF_IMAGES, advise_joined, are_parts, shared_classes
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import is_image, may_have_labels
-from .listing import LeftOut, Listing
+from .listing import LeftOut, Listing, folders_in
 from .named_images import lists_of_splits
-from .roots import Root, class_folder, find_root, find_splits, folders_in
+from .roots import Root, class_folder, find_root, find_splits
 from .table_advice import advise_lists, advise_sorting, advise_tables, without_log
 
 _NAMED = 3  # readings that a message gives
@@ -87,7 +87,7 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
 
 def _advise_lists(source: Path, listing: Listing) -> str:
     """Say how to read class folders by lists of splits, and without them."""
-    tree = ClassTree.scan(source, None if listing.outside else str(source), LeftOut())
+    tree = ClassTree.scan(source, listing.bounds(source), LeftOut())
     root = find_root(source, ".", listing)
     by_lists = advise_lists(source, lists_of_splits(tree), root.classes if root else ())
     by_lists = by_lists or "if so, write a CSV file with the columns path, label and split, and give that"
@@ -98,7 +98,7 @@ def _advise_lists(source: Path, listing: Listing) -> str:
 def _are_classes(source: Path, listing: Listing) -> bool:
     """Whether each folder in a source holds images itself, as class folders do."""
     try:
-        tree = ClassTree.scan(source, None if listing.outside else str(source), LeftOut())
+        tree = ClassTree.scan(source, listing.bounds(source), LeftOut())
     except SourceError:
         return False
     return tree.filled() == {folder for content in tree.classes.values() for folder, _ in content.folders}

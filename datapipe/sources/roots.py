@@ -16,8 +16,8 @@ from ..errors import SourceError
 from ..split_names import TRAIN, have_twins, is_split_name, named_options, own_splits, split_words, splits_of
 from .class_folders import Doubt, doubtful_classes
 from .class_tree import ClassTree, RootError
-from .file_names import ARCHIVES, EXTENSIONS, TEXT_TABLES, is_hidden, is_image, may_have_labels
-from .listing import LeftOut, Listing, is_folder
+from .file_names import ARCHIVES, EXTENSIONS, is_hidden, is_image, may_have_labels
+from .listing import LeftOut, Listing, folders_in, is_folder
 from .named_images import doubt_by_table, lists_of_splits
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ def class_folder(path: Path) -> str | None:
 
 def folders_below(path: Path) -> list[Path]:
     """List the paths of the folders in a folder, sorted, without those that are hidden; none if it cannot be listed."""
-    with suppress(OSError), os.scandir(path) as entries:
-        return sorted(path / entry.name for entry in entries if not is_hidden(entry.name) and is_folder(entry))
+    with suppress(OSError):
+        return [path / name for name in folders_in(path)]
     return []
 
 
@@ -48,13 +48,6 @@ def _holds_images(folder: Path) -> bool:
     with suppress(OSError), os.scandir(folder) as entries:
         return any(is_image(entry.name) for entry in islice(entries, LOOKED_AT))
     return False
-
-
-def folders_in(path: Path) -> list[str]:
-    """List the folders in a folder, sorted, without those that are hidden."""
-    with os.scandir(path) as entries:
-        named = [entry for entry in entries if not is_hidden(entry.name) and not is_image(entry.name)]
-        return sorted(entry.name for entry in named if is_folder(entry))
 
 
 def _tables(source: Path, tree: ClassTree) -> list[Path]:
@@ -72,14 +65,6 @@ def _doubt_by_lists(source: Path, tree: ClassTree, doubt: Doubt | None) -> Doubt
         return doubt
     lists = sorted(os.path.relpath(path, source) for path in lists_of_splits(tree))
     return Doubt(f"{format_some(lists)} may say which images are for training", "lists") if lists else doubt
-
-
-def tables_in(path: Path) -> list[str]:
-    """List the tables of text in a folder, sorted; none if it cannot be listed."""
-    with suppress(OSError):
-        names = [name for name in os.listdir(path) if name.lower().endswith(TEXT_TABLES) and not is_hidden(name)]
-        return sorted(filter(may_have_labels, names))
-    return []
 
 
 def may_hold_samples(folder: Path) -> bool:
@@ -175,7 +160,7 @@ def find_root(source: Path, folder: str, listing: Listing, seen: frozenset[str] 
         return None
     seen |= {real}
     try:
-        tree = ClassTree.scan(source / folder, None if listing.outside else str(source), LeftOut())
+        tree = ClassTree.scan(source / folder, listing.bounds(source), LeftOut())
     except SourceError:
         return None
     doubt, classes = tree.doubt(), tree.filled()

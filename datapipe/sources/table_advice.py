@@ -26,9 +26,8 @@ from . import csv
 from .class_folders import OF_IMAGES
 from .file_names import EXTENSIONS, is_hidden, is_image
 from .labels import LABEL_COLUMN
-from .listing import LeftOut, Listing
-from .roots import folders_in, tables_in
-from .tables import sample_rows
+from .listing import LeftOut, Listing, folders_in
+from .tables import sample_rows, tables_in
 
 _COLUMNS = "a CSV file with the columns path, label and, if need be, split"
 _LISTS = (".txt", ".tsv")

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 from ..console import format_some
 from ..errors import SourceError
 from ..split_names import is_split_name
-from .file_names import is_image
+from .file_names import TEXT_TABLES, is_hidden, is_image, may_have_labels
 from .listing import Listing
 from .split_columns import is_column
 
@@ -54,6 +54,14 @@ def read_rows(table: Path, file: io.BufferedReader) -> Iterator[tuple[int, list[
     except csv.Error as error:
         why = _LONE_CR if "\r" in first.rstrip("\r\n") else error
         raise SourceError(f"line {max(1, rows.line_num)}: {why}", path=table) from error
+
+
+def tables_in(path: Path) -> list[str]:
+    """List the tables of text in a folder, sorted; none if it cannot be listed."""
+    with suppress(OSError):
+        names = [name for name in os.listdir(path) if name.lower().endswith(TEXT_TABLES) and not is_hidden(name)]
+        return sorted(filter(may_have_labels, names))
+    return []
 
 
 def _lines(table: Path, file: io.BufferedReader) -> Iterator[str]:

@@ -52,7 +52,7 @@ def detect(path: Path) -> str | None:
 
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
-    bounds = None if listing.outside or not path.is_dir() else str(path)
+    bounds = listing.bounds(path)
     root, names = large_files(path, listing, _TAR + _COMPRESSED)
     if not names:
         raise SourceError("holds no tar shards, neither itself nor in folders train and val", path=path)
