@@ -9,7 +9,6 @@ from __future__ import annotations
 import fnmatch
 import glob
 import re
-import shlex
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -170,14 +169,13 @@ def split_options(groups: Mapping[str, list[str]], others: Sequence[str]) -> str
         groups: The names, by split.
         others: Names that the options must not name.
     """
-    words = []
+    patterns = {}
     for split, names in groups.items():
         of_others = [*others, *(name for key, its in groups.items() if key != split for name in its)]
-        patterns = _patterns(names, of_others)
-        if not patterns and names:
+        patterns[split] = _patterns(names, of_others)
+        if names and not patterns[split]:
             return ""
-        words += [f"--split {split}={shlex.quote(pattern)}" for pattern in patterns]
-    return " ".join(words)
+    return named_options(patterns)
 
 
 def named_options(patterns: Mapping[str, Iterable[str]]) -> str:

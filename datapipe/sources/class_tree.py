@@ -24,6 +24,7 @@ from .samples import Files
 logger = logging.getLogger(__name__)
 
 LAYOUT = "expected class/image.jpg, or train/class/image.jpg and val/class/image.jpg"
+_NOT_NAMED = f"not named {', '.join(EXTENSIONS)}"
 _MAX_DEPTH = 100  # of folders in a class folder
 _LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -44,10 +45,17 @@ class _Class:
     """What lies in and below a class folder."""
 
     folders: list[tuple[str, list[str]]] = field(default_factory=list)  # path from the root, names of the images
-    others: list[str] = field(default_factory=list)  # paths of files that are not images
-    hidden: list[str] = field(default_factory=list)  # paths of folders and images that are hidden
-    circles: list[str] = field(default_factory=list)  # paths of links to a folder that they lie in
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # paths, by reason
     links: dict[str, str] = field(default_factory=dict)  # to folders, and the real paths that they lead to
+
+    @property
+    def others(self) -> list[str]:
+        """The paths of files that are not images."""
+        return self.left_out.get(_NOT_NAMED, [])
+
+    def leave_out(self, path: str, reason: str) -> None:
+        """Note what is no sample."""
+        self.left_out.setdefault(reason, []).append(path)
 
 
 @dataclass(frozen=True)
@@ -106,8 +114,8 @@ class ClassTree:
             for name, content in tree.classes.items():
                 joined = classes.setdefault(name, _Class())
                 joined.folders.extend((f"{above}/{folder}", images) for folder, images in content.folders)
-                for kind in ("others", "hidden", "circles"):
-                    getattr(joined, kind).extend(f"{above}/{path}" for path in getattr(content, kind))
+                for reason, paths in content.left_out.items():
+                    joined.left_out.setdefault(reason, []).extend(f"{above}/{path}" for path in paths)
                 joined.links.update((f"{above}/{path}", real) for path, real in content.links.items())
         return cls(source, trees[0].bounds, dict(sorted(classes.items())))
 
@@ -162,16 +170,11 @@ class ClassTree:
         return Files(str(self.root), self.bounds, folders, number, files, np.array(labels, np.uint32)[number])
 
     def _count_others(self, num_images: int, left_out: LeftOut) -> None:
-        not_named = f"not named {', '.join(EXTENSIONS)}"
         for content in self.classes.values():
-            for reason, paths in (
-                (not_named, content.others),
-                (HIDDEN, content.hidden),
-                ("a link to a folder that it lies in", content.circles),
-            ):
+            for reason, paths in content.left_out.items():
                 left_out.add_all((f"{self.root}/{path}" for path in paths), reason)
         if sum(len(content.others) for content in self.classes.values()) > num_images:
-            logger.warning("%s: most of its files are %s: is it the right folder?", self.root, not_named)
+            logger.warning("%s: most of its files are %s: is it the right folder?", self.root, _NOT_NAMED)
 
 
 def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Class | None:
@@ -207,7 +210,7 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
                 name = entry.name
                 if is_hidden(name):
                     if not is_harmless(name) or entry.is_dir(follow_symlinks=False):
-                        content.hidden.append(f"{folder}/{name}")
+                        content.leave_out(f"{folder}/{name}", HIDDEN)
                 elif is_image(name):
                     images.append(name)
                 elif entry.is_dir(follow_symlinks=False):
@@ -215,7 +218,7 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
                 elif entry.is_symlink() and is_folder(entry):
                     links.append(name)
                 else:
-                    content.others.append(f"{folder}/{name}")
+                    content.leave_out(f"{folder}/{name}", _NOT_NAMED)
         if images:
             content.folders.append((folder, sorted(images)))
         for name in sorted(folders + links):
@@ -223,7 +226,7 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
             if name in links:
                 real = follow(name, real_bounds, fd)
                 if any(is_inside(real_path_of(above), real) for above in fds):
-                    content.circles.append(path)
+                    content.leave_out(path, "a link to a folder that it lies in")
                     continue
                 content.links[path] = real
                 inside = os.open(real, _LIST_FLAGS)

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..console import format_count
-from ..split_names import FOLD, HASH, TRAIN, VAL, matches, split_options, split_words, splits_of
+from ..split_names import FOLD, HASH, TRAIN, VAL, matches, named_options, split_options, split_words, splits_of
 from ..splits import CHOOSE, AmbiguousSplitError
 from .listing import Listing
 
@@ -144,9 +143,8 @@ def check_folds(names: Sequence[str], source: Path) -> None:
     first = min(folds)
     val = _fold_patterns(folds[first])
     train = _fold_patterns([name for fold in sorted(folds) if fold != first for name in folds[fold]])
-    texts = [f"{split}={shlex.quote(text)}" for split, its in ((TRAIN, train), (VAL, val)) for text in its]
     is_divided = not any(matches(name, text) for name in folds[first] for text in train)
-    options = " ".join(f"--split {text}" for text in texts) if is_divided else ""
+    options = named_options({TRAIN: train, VAL: val}) if is_divided else ""
     raise AmbiguousSplitError(
         source,
         f"holds folds {', '.join(map(str, sorted(folds)))}",

@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import re
-import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from ..split_names import (
     VAL,
     is_split_name,
     mean_splits,
+    named_options,
     options_of,
     short_splits,
     split_words,
@@ -203,8 +203,7 @@ def check_undivided(files: Sequence[str], paths: Paths, labels: Collection[str],
             groups: dict[str, list[str]] = {TRAIN: [], VAL: [], TEST: []}
             for pattern in _patterns(names):
                 groups[min(short_splits(pattern))].append(pattern)
-            chosen = (TRAIN, groups[TRAIN]), (VAL, groups[VAL] or groups[TEST])
-            options = " ".join(f"--split {split}={shlex.quote(text)}" for split, texts in chosen for text in texts)
+            options = named_options({TRAIN: groups[TRAIN], VAL: groups[VAL] or groups[TEST]})
             why = f"{format_some(list(names))} may be called as splits"
             advice = f"type {options} if they are, or --split train=. if all are for training"
             raise AmbiguousSplitError(source, why, advice)
