@@ -29,7 +29,7 @@ from . import Source
 from .class_folders import advise_joined, doubtful_classes, shared_classes
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import advise, is_hidden, is_partial
-from .labels import number_labels, out_of_order, warn_of_case
+from .labels import number_labels, out_of_order, same_by, warn_of_case
 from .listing import Listing, folders_in
 from .root_advice import advise_roots
 from .roots import check_roots, may_hold_samples
@@ -76,11 +76,9 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
 
 def _check_numbers(path: Path, names: Sequence[str]) -> None:
     """Raise SourceError for class folders of the same number, such as 1 and 01."""
-    for first, second in itertools.pairwise(sorted(names, key=int)):
-        if int(first) == int(second):
-            raise SourceError(
-                f"{first} and {second} are the same number: rename one, or type --labels names", path=path
-            )
+    for first, second in same_by(int, sorted(names, key=int)):
+        what = f"{first} and {second} are the same number: rename one, or type --labels names"
+        raise SourceError(what, path=path)
 
 
 def _check_files(path: Path, tree: ClassTree) -> None:

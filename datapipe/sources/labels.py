@@ -6,7 +6,8 @@ import logging
 import math
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -83,14 +84,12 @@ def _check_one_kind(path: Path, numbers: Sequence[str], names: Sequence[str]) ->
 
 def _check_spelling(path: Path, numbers: Collection[str]) -> None:
     """Raise SourceError for a number that is written in two ways, such as 1 and 01."""
-    texts: dict[int, str] = {}
-    for text in sorted(numbers):
-        if (other := texts.setdefault(int(text), text)) != text:
-            raise SourceError(
-                f"holds the labels {other} and {text}: --labels numbers takes both as {int(text)}, --labels names "
-                "keeps them apart",
-                path=path,
-            )
+    for other, text in same_by(int, sorted(numbers)):
+        raise SourceError(
+            f"holds the labels {other} and {text}: --labels numbers takes both as {int(text)}, --labels names keeps "
+            "them apart",
+            path=path,
+        )
 
 
 def _numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") -> list[str]:
@@ -146,21 +145,26 @@ def _is_fraction(label: str) -> bool:
         return False
 
 
+def same_by(key: Callable[[str], object], names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield each name that has the key of an earlier one, behind that.
+
+    >>> list(same_by(str.lower, ["cat", "dog", "Cat"]))
+    [('cat', 'Cat')]
+    """
+    first: dict[object, str] = {}
+    for name in names:
+        if (other := first.setdefault(key(name), name)) != name:
+            yield other, name
+
+
 def alike(names: Iterable[str]) -> tuple[str, str] | None:
     """Find two names that only Unicode's normal form tells apart, as files from macOS and from Linux may have."""
-    by_form: dict[str, str] = {}
-    for name in names:
-        other = by_form.setdefault(unicodedata.normalize("NFC", name), name)
-        if other != name:
-            return other, name
-    return None
+    return next(same_by(partial(unicodedata.normalize, "NFC"), names), None)
 
 
 def warn_of_case(path: Path, classes: Sequence[str]) -> None:
     """Warn of classes whose names differ in case alone: of letters they are two, of animals, and of TRUE, one."""
-    by_name: dict[str, str] = {}
-    pairs = [f"{other} and {name}" for name in classes if (other := by_name.setdefault(name.casefold(), name)) != name]
-    if pairs:
+    if pairs := [f"{other} and {name}" for other, name in same_by(str.casefold, classes)]:
         logger.warning("%s: classes whose names differ in case alone stay apart: %s", path, ", ".join(pairs[:_NAMED]))
 
 
