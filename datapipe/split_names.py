@@ -142,7 +142,7 @@ def _splits(text: str) -> Collection[str]:
 
 # --- patterns that name parts of a data set, as `--split` takes them --------------------
 
-NAMED = 3  # names, or patterns, that a message gives
+NAMED = 3  # names, patterns or readings that a message gives
 
 
 def matches(name: str, pattern: str) -> bool:

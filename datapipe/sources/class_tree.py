@@ -54,7 +54,7 @@ class _Class:
         return self.left_out.get(_NOT_NAMED, [])
 
     def leave_out(self, path: str, reason: str) -> None:
-        """Note what is no sample."""
+        """Note what is not taken."""
         self.left_out.setdefault(reason, []).append(path)
 
 

@@ -206,6 +206,7 @@ class _Place(NamedTuple):
     split: str
     label: str
     path: str
+    images: list[str]
 
 
 def _check_links(source: Path, trees: Mapping[str, Sequence[ClassTree]]) -> None:
@@ -220,22 +221,22 @@ def _check_links(source: Path, trees: Mapping[str, Sequence[ClassTree]]) -> None
             raise SourceError(f"{twice}; remove one, or copy it if both are meant", path=tree.root)
     if not any(content.links for joined in trees.values() for tree in joined for content in tree.classes.values()):
         return
-    folders: dict[str, list[tuple[_Place, list[str]]]] = {}  # by real path: places that lead to it, and its images
+    folders: dict[str, list[_Place]] = {}  # by real path: places that lead to it
     for split, joined in trees.items():
         for tree in joined:
             above = os.path.realpath(tree.root)
             for label, content in tree.classes.items():
                 for folder, images in content.folders:
-                    place = _Place(split, label, f"{tree.root}/{folder}")
-                    folders.setdefault(_real(folder, above, content.links), []).append((place, images))
+                    place = _Place(split, label, f"{tree.root}/{folder}", images)
+                    folders.setdefault(_real(folder, above, content.links), []).append(place)
     shared: dict[str, str] = {}  # images of val, and the places in train that lead to the same
     for places in folders.values():
-        for place, images in places:
-            if two := next((at for at, _ in places if at.split == place.split and at.label != place.label), None):
+        for place in places:
+            if two := next((at for at in places if at.split == place.split and at.label != place.label), None):
                 raise SourceError(f"is of two classes: {two.path} leads to the same folder", path=Path(place.path))
-            if place.split == VAL and (of_train := next((at for at, _ in places if at.split == TRAIN), None)):
-                shared |= {f"{place.path}/{image}": of_train.path for image in images}
-    num_val = sum(len(images) for places in folders.values() for place, images in places if place.split == VAL)
+            if place.split == VAL and (of_train := next((at for at in places if at.split == TRAIN), None)):
+                shared |= {f"{place.path}/{image}": of_train.path for image in place.images}
+    num_val = sum(len(place.images) for places in folders.values() for place in places if place.split == VAL)
     if not shared:
         return
     path, other_path = next(iter(shared.items()))

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..console import format_count, format_some
 from ..errors import SourceError
-from ..split_names import is_split_name
+from ..split_names import NAMED, is_split_name
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,6 @@ NUMBER = re.compile(r"(-?[0-9]{1,4000})(\.0*)?")  # as many digits as int() take
 LABEL_COLUMN = re.compile("(?i).*(labels?|class(es)?|cls|categor(y|ies)|targets?)(_?(id|name))?")
 _MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841 classes; a larger number is an identifier or a mistake
 _MISSING = {"nan", "null", "n/a", "#n/a", "<na>", "nat"}  # what tables write for nothing, lower case
-_NAMED = 3  # pairs of classes that a message names
 _NONE = "None"  # what Python writes for nothing; none may be a class
 SAME_LOOK = "look the same and differ in Unicode's normal form (rename one)"
 
@@ -165,7 +164,7 @@ def alike(names: Iterable[str]) -> tuple[str, str] | None:
 def warn_of_case(path: Path, classes: Sequence[str]) -> None:
     """Warn of classes whose names differ in case alone: of letters they are two, of animals, and of TRUE, one."""
     if pairs := [f"{other} and {name}" for other, name in same_by(str.casefold, classes)]:
-        logger.warning("%s: classes whose names differ in case alone stay apart: %s", path, ", ".join(pairs[:_NAMED]))
+        logger.warning("%s: classes whose names differ in case alone stay apart: %s", path, ", ".join(pairs[:NAMED]))
 
 
 def out_of_order(names: Sequence[str]) -> str | None:

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ..console import format_count, format_some
-from ..split_names import is_split_name, split_words, splits_of
+from ..split_names import NAMED, is_split_name, split_words, splits_of
 from .class_tree import ClassTree
 from .file_names import is_hidden, is_image
 from .labels import LABEL_COLUMN
@@ -24,7 +24,6 @@ from .paths import is_inside, real_path
 from .tables import sample_lines, sample_rows
 
 _ELSEWHERE = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*:)?[/\\]+")  # how an address on another machine begins
-_NAMED = 3  # names that a message gives
 
 _Places = dict[str, list[str]]  # images' paths below the folder, by their last part with and without extension
 _TABLES = (".csv", ".tsv", ".tab")
@@ -127,9 +126,9 @@ def describe_doubt(matches: Mapping[str, Sequence[str]], num_rows: int) -> str:
     several = [f"{name} ({' and '.join(places[:2])})" for name, places in matches.items() if places]
     texts = []
     if missing:
-        texts.append(f"{len(missing)} without an image, such as {format_some(missing[:_NAMED])}")
+        texts.append(f"{len(missing)} without an image, such as {format_some(missing[:NAMED])}")
     if several:
-        texts.append(f"{len(several)} with several, such as {format_some(several[:_NAMED])}")
+        texts.append(f"{len(several)} with several, such as {format_some(several[:NAMED])}")
     advice = "write their paths from the table's folder into it" if several else "add the images, or remove the rows"
     return f"of {format_count(num_rows, 'name')}, {'; '.join(texts)}: {advice}"
 

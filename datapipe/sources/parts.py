@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import SettingError, SourceError
-from ..split_names import TRAIN, VAL, matches, split_words, splits_of
+from ..split_names import NAMED, TRAIN, VAL, matches, split_words, splits_of
 from ..splits import AmbiguousSplitError, SplitRule
 from .listing import Listing
 from .shard_names import check_contents
@@ -28,7 +28,6 @@ from .split_paths import Names, Paths, by_file_name, by_folder, check_paths, che
 from .split_table import SplitTable, filled
 
 _UNLABELLED = {"", "-1"}  # what test splits have in place of labels
-_NAMED = 3  # values that a message gives
 
 
 @dataclass
@@ -255,7 +254,7 @@ def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, S
         (pattern for _, pattern in rule.patterns if not any(matches(name, pattern) for name in everything)), None
     )
     what = "the patterns name different things" if wrong is None else f"{wrong!r} names nothing"
-    there = ", ".join([*said[:_NAMED], *files.names[:_NAMED], *paths[:_NAMED]])
+    there = ", ".join([*said[:NAMED], *files.names[:NAMED], *paths[:NAMED]])
     raise SettingError(
         f"split: {what} in {source}; there is {there}: each pattern must name files, or each values of one column, or "
         "each paths"

@@ -13,6 +13,7 @@ from shlex import quote
 from ..console import format_some
 from ..errors import DatapipeError, SettingError, SourceError
 from ..split_names import (
+    NAMED,
     TEST,
     TRAIN,
     VAL,
@@ -34,8 +35,6 @@ from .listing import LeftOut, Listing, folders_in
 from .named_images import lists_of_splits
 from .roots import Root, class_folder, find_root, find_splits
 from .table_advice import advise_lists, advise_sorting, advise_tables, without_log
-
-_NAMED = 3  # readings that a message gives
 
 
 def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSplitError) -> str:
@@ -140,7 +139,7 @@ def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> li
         f"if the class folders are in {name}, type {named_options({TRAIN: root.patterns})}"
         if root.is_clear else _advise_joined(root)
         for name, root in roots.items()
-    ][:_NAMED]  # fmt: skip
+    ][:NAMED]  # fmt: skip
 
 
 def _advise_joined(root: Root) -> str:
@@ -239,7 +238,7 @@ def _choose_roots(
     *each, everything = (
         f"type {named_options({split: root.patterns for split, root in its.items()})}" for its in (*choices, joined)
     )
-    text = ", or ".join(each[:_NAMED]) + f"; to take all as one, {everything}" * are_several
+    text = ", or ".join(each[:NAMED]) + f"; to take all as one, {everything}" * are_several
     return joined, [f"{text} (patterns, any number of them); what no --split names is left out"]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..console import format_count
-from ..split_names import FOLD, HASH, TRAIN, VAL, matches, named_options, split_options, split_words, splits_of
+from ..split_names import FOLD, HASH, NAMED, TRAIN, VAL, matches, named_options, split_options, split_words, splits_of
 from ..splits import CHOOSE, AmbiguousSplitError
 from .listing import Listing
 
@@ -32,7 +32,6 @@ _COPY = re.compile(
 )
 _NUMBER_OF = re.compile("(?i)(?<![0-9])([0-9]+)[-_ ]?of[-_ ]?([0-9]+)(?![0-9])")  # as in train-00000-of-00294.parquet
 _LAST_NUMBER = re.compile("[0-9]+(?=[^0-9]*$)")
-_NAMED = 3  # shards that a message gives
 _READ_BYTES = (1 << 12, 1 << 20)  # of both ends of files of equal size: more where the first are equal
 
 
@@ -217,8 +216,8 @@ def _check_numbers(files: Mapping[str, str], source: Path) -> None:
             start = 1 if count in names else 0
             missing = (number for number in range(start, count + start) if number not in names)
             example = shards[next(iter(names.values()))]
-            texts = ", ".join(map(example.sibling, islice(missing, _NAMED)))
-            more = f" and {format_count(num_missing - _NAMED, 'other')}" if num_missing > _NAMED else ""
+            texts = ", ".join(map(example.sibling, islice(missing, NAMED)))
+            more = f" and {format_count(num_missing - NAMED, 'other')}" if num_missing > NAMED else ""
             why = f"{texts}{more} {'is' if num_missing == 1 else 'are'} missing, by the names of the others"
             options = _options(files, []) or "--split with patterns of the others"
             raise AmbiguousSplitError(source, why, f"put the whole set there, or type {options} to do without")
@@ -234,7 +233,7 @@ def _tell_gaps(names: Iterable[str], source: Path) -> None:
         missing = (number for number in range(min(numbers), max(numbers)) if number not in numbers)
         num_missing = max(numbers) - min(numbers) + 1 - len(numbers)
         if 0 < num_missing < len(numbers):
-            texts = ", ".join(map(str, islice(missing, _NAMED))) + ", …" * (num_missing > _NAMED)
+            texts = ", ".join(map(str, islice(missing, NAMED))) + ", …" * (num_missing > NAMED)
             logger.warning("%s: of %s %s is not there: is that all?", source, pattern, texts)
 
 

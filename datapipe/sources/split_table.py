@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..split_names import (
+    NAMED,
     TEST,
     TRAIN,
     VAL,
@@ -29,7 +30,7 @@ from .split_columns import BESIDE, TRUTH, Part, flag_split, is_column
 
 logger = logging.getLogger(__name__)
 
-_NAMED, _MAX_TEXT = 3, 60  # values that a message gives, and characters of each
+_MAX_TEXT = 60  # characters of a value that a message gives
 _WORDS, _FLAG, _MIXED, _UNCLEAR, _NOTHING = "words", "flag", "mixed", "unclear", "nothing"  # what a column may be
 _REST = "(the rest is left out)"
 _WHOLE = "--split train=. if all are for training"
@@ -77,12 +78,14 @@ class SplitTable:
         self.typed: dict[str, list[str]] = {}
         first: dict[str, str] = {}  # by name in lower case
         for part, row in zip(parts, self._rows, strict=True):
-            column = next((name for name in self.columns if name in row), None)
-            name = part.file if column is None else self._name(column, row)
-            name = name if column is None else first.setdefault(name.lower(), name)
-            self.names.append(name)
-            if column is not None and (column in of_words or len(flags) == 1):
-                texts = self.typed.setdefault(name, [])
+            column = self._column(row)
+            if column is None:
+                self.names.append(part.file)
+                continue
+            name = self._name(column, row)
+            self.names.append(first.setdefault(name.lower(), name))
+            if column in of_words or len(flags) == 1:
+                texts = self.typed.setdefault(self.names[-1], [])
                 texts += [text for text in [f"{column}={row[column]}"] if text not in texts]
             self._check_row(part, row, column)
 
@@ -99,7 +102,7 @@ class SplitTable:
     def check_files(self, files: Mapping[str, str]) -> None:
         """Raise AmbiguousSplitError if columns contradict the files' names; `files`: from `parts.choose_files`."""
         for part, row, name in zip(self._parts, self._rows, self.names, strict=True):
-            column = next((name for name in self.columns if name in row), None)
+            column = self._column(row)
             by_name, said = splits_of(part.file), splits_of(name)
             if column is None or len(by_name) != 1 or by_name == said:
                 continue
@@ -132,6 +135,10 @@ class SplitTable:
     def _of_kind(self, kind: str) -> list[str]:
         return [name for name, of_name in self._kinds.items() if of_name == kind]
 
+    def _column(self, row: Mapping[str, str]) -> str | None:
+        """Return the column that says a row's split; None: its file has none."""
+        return next((name for name in self.columns if name in row), None)
+
     def _name(self, column: str, row: Mapping[str, str]) -> str:
         """Name a row's split; of flags, what none claims is of the first split that has no flag."""
         if self._kinds[column] == _WORDS:
@@ -154,10 +161,8 @@ class SplitTable:
         others = labels_of({i for i, row in enumerate(self._rows) if column in row} - inside)
         return len(labels) == 1 and labels.isdisjoint(others)
 
-    def _check_row(self, part: Part, row: Mapping[str, str], column: str | None) -> None:
+    def _check_row(self, part: Part, row: Mapping[str, str], column: str) -> None:
         """Raise AmbiguousSplitError if another column of splits disagrees with the one that counts."""
-        if column is None:
-            return
         name = self._name(column, row)
         for other, value in row.items():
             splits = splits_of(value) if self._kinds[other] == _WORDS else set()
@@ -211,8 +216,8 @@ def _pure(values: Iterable[str]) -> set[str]:
 
 def _some(values: Iterable[str]) -> str:
     texts = [repr(value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]}…") for value in values]
-    if len(texts) > _NAMED + 1:
-        texts = [*texts[:_NAMED], f"{len(texts) - _NAMED} others"]
+    if len(texts) > NAMED + 1:
+        texts = [*texts[:NAMED], f"{len(texts) - NAMED} others"]
     return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 

@@ -64,28 +64,37 @@ def advise_tables(source: Path, listing: Listing) -> str:
     by_name = {name: its.pop() for name in tables if len(its := splits_of(name)) == 1}
     splits = [options_of(by_name)] if len(by_name) > 1 and TRAIN in by_name.values() else []
     columns = [] if listing.label_column else _label_columns(source, list(by_name) if splits else tables)
+    faults: list[Exception | None] = []
     for of_splits, column in itertools.product(["", *splits], ["", *columns]):
         rule = SplitRule.parse(shlex.split(of_splits)[1::2])
-        if _can_read(source, replace(listing, rule=rule, label_column=column or listing.label_column), len(tables)):
+        tried = replace(listing, rule=rule, label_column=column or listing.label_column)
+        faults.append(_find_fault(source, tried))
+        is_clear = faults[-1] is None
+        if isinstance(faults[-1], AmbiguousSplitError) and len(tables) == 1:  # which says itself what to type next
+            is_clear = _find_fault(source, replace(tried, rule=SplitRule.parse(["train=."]))) is None
+        if is_clear:
             named = [f"--label-column {shlex.quote(column)}"] if column else []
             typed = " ".join(["--kind csv", *named, *filter(None, [of_splits])])
             return f"if {_have(list(by_name) if of_splits else tables)} their labels, type {typed}"
-    return f"if {_have(tables)} their labels, {_find_fault(source, listing, tables)}"
+    advice = f"write {_COLUMNS}, and give that"
+    if isinstance(faults[0], AmbiguousSplitError):
+        if len(tables) > 1:
+            advice = f"they have to be read with --kind csv and options: {faults[0].why}"
+    elif isinstance(faults[0], DatapipeError | SettingError):
+        fault = str(faults[0]).removeprefix(f"{source}: ").removeprefix(f"{source}/")
+        advice = f"--kind csv reads {'it' if len(tables) == 1 else 'them'} once this is settled: {fault}"
+    return f"if {_have(tables)} their labels, {advice}"
 
 
-def _find_fault(source: Path, listing: Listing, tables: Sequence[str]) -> str:
-    """Say what has to be done before tables can be read."""
-    they = "it" if len(tables) == 1 else "them"
+def _find_fault(source: Path, listing: Listing) -> Exception | None:
+    """Return what speaks against reading tables; None if they name images that are there, and have their labels."""
     try:
         with without_log():
-            csv.load(source, "csv", replace(listing, left_out=LeftOut()))
-    except AmbiguousSplitError as error:
-        if len(tables) > 1:
-            return f"they have to be read with --kind csv and options: {error.why}"
+            splits = csv.load(source, "csv", replace(listing, left_out=LeftOut())).splits
     except (DatapipeError, SettingError) as error:
-        fault = str(error).removeprefix(f"{source}: ").removeprefix(f"{source}/")
-        return f"--kind csv reads {they} once this is settled: {fault}"
-    return f"write {_COLUMNS}, and give that"
+        return error
+    are_there = bool(splits) and all(len(its) and os.path.exists(its.where(0)) for its in splits.values())
+    return None if are_there else FileNotFoundError(source)
 
 
 @contextmanager
@@ -108,21 +117,6 @@ def _label_columns(source: Path, tables: Sequence[str]) -> list[str]:
     headers = [[name.strip() for name in next(sample_rows(source / table), [])] for table in tables]
     named = [[name for name in header if LABEL_COLUMN.fullmatch(name)] for header in headers]
     return named[0] if len(named[0]) == 1 and all(names == named[0] for names in named) else []
-
-
-def _can_read(source: Path, listing: Listing, num_tables: int) -> bool:
-    """Whether tables name images that are there, and have their labels, or a single table says what to type next."""
-    listing = replace(listing, left_out=LeftOut())
-    try:
-        with without_log():
-            splits = csv.load(source, "csv", listing).splits
-    except AmbiguousSplitError:
-        if num_tables > 1:
-            return False
-        return _can_read(source, replace(listing, rule=SplitRule.parse(["train=."])), 2)
-    except (DatapipeError, SettingError):
-        return False
-    return bool(splits) and all(len(samples) and os.path.exists(samples.where(0)) for samples in splits.values())
 
 
 def advise_sorting(folder: Path, classes: Collection[str]) -> str:

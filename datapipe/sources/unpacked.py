@@ -151,6 +151,9 @@ class _Stream:
         raise tarfile.ReadError("something follows its end mark")
 
 
+# --- archives in archives ---------------------------------------------------------------------------
+
+
 def refuse_nested(fd: int, path: str, members: Sequence[Member]) -> None:
     """Raise SourceError if members of a tar archive that holds no images are archives, and say how to unpack them.
 
