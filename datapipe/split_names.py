@@ -1,4 +1,4 @@
-"""What names say of splits: one rule for folders, files, shards and columns, whoever reads them.
+"""What names say of splits, and patterns of names: one rule for folders, files, shards and columns.
 
 A name speaks of a split if a word of it is one of _WORDS, in any case, whatever numbers stand around it: `Train2017`,
 `2021_valid`, `imagenet-validation-000001.tar`, `testset`.
@@ -74,6 +74,11 @@ def is_split_name(name: str) -> bool:
     return bool(split_words(name)) and not others
 
 
+def pure_splits(names: Iterable[str]) -> set[str]:
+    """Return the splits of those names that say nothing else."""
+    return {split for name in names if is_split_name(name) for split in splits_of(name)}
+
+
 def have_twins(names: Iterable[str]) -> bool:
     """Whether two names differ in the word for a split alone, such as `seg_train` and `seg_test`."""
     splits: dict[tuple[str, ...], set[str]] = {}
@@ -107,7 +112,7 @@ def splits_of_name(name: str) -> set[str]:
     return set() if splits == {TEST} and not is_split_name(name) else splits
 
 
-# --- short forms, and names in other languages --------------------
+# --- short forms, and names in other languages ------------------------------------------------------
 
 # They may mean splits: what nothing else divides is refused if all of it is called so.
 _SHORT = {
@@ -132,15 +137,11 @@ def short_splits(text: str) -> frozenset[str]:
 
 def mean_splits(texts: Collection[str]) -> bool:
     """Whether each of some texts may mean one split by its short form, or names one, and they are not all the same."""
-    splits = [_splits(text) for text in texts]
+    splits = [splits_of(text) or short_splits(text) for text in texts]
     return all(len(of_text) == 1 for of_text in splits) and len(set().union(*splits)) > 1
 
 
-def _splits(text: str) -> Collection[str]:
-    return splits_of(text) or short_splits(text)
-
-
-# --- patterns that name parts of a data set, as `--split` takes them --------------------
+# --- patterns that name parts of a data set, as `--split` takes them --------------------------------
 
 NAMED = 3  # names, patterns or readings that a message gives
 
@@ -155,7 +156,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def options_of(splits: Mapping[str, str]) -> str:
-    """Return `--split` options that name, given the split of each name, those of train and of val, or else test."""
+    """Return `--split` options that name what is of train and of val, or else of test, given each name's split."""
     groups = {split: [name for name in splits if splits[name] == split] for split in (TRAIN, VAL, TEST)}
     test = groups.pop(TEST)
     groups[VAL] = groups[VAL] or test

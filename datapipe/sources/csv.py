@@ -19,7 +19,7 @@ import numpy as np
 
 from ..console import format_count, format_some, printable
 from ..errors import SourceError
-from ..split_names import SPLIT_OF, TRAIN, own_splits, split_words
+from ..split_names import TRAIN, own_splits, split_words, splits_of
 from ..splits import AmbiguousSplitError
 from . import Source
 from .file_names import TEXT_TABLES
@@ -43,8 +43,8 @@ _LOOKED_AT = 8  # rows of a table, to see which columns are which, and whether p
 def detect(path: Path) -> str | None:
     if not path.is_dir():
         return "csv" if path.name.lower().endswith(TEXT_TABLES) else None
-    words = list(map(split_words, tables_in(path)))
-    return "csv" if words and all(words) and any(SPLIT_OF[word] == TRAIN for word in chain(*words)) else None
+    splits = list(map(splits_of, tables_in(path)))
+    return "csv" if splits and all(splits) and TRAIN in set().union(*splits) else None
 
 
 def load(path: Path, kind: str, listing: Listing) -> Source:

@@ -13,14 +13,12 @@ from typing import NamedTuple
 from ..console import format_count, format_some
 from ..errors import SettingError, SourceError, WrongPathError
 from ..split_names import (
-    SPLIT_OF,
     TEST,
     TRAIN,
     VAL,
     have_twins,
     is_split_name,
     named_options,
-    split_words,
     splits_of,
     splits_of_name,
 )
@@ -128,7 +126,7 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
     others = sorted(name for name in beside if not is_hidden(name) or is_partial(name))
     if not folders:
         raise RootError(f"holds no class folders{advise(others)}", path)
-    naming = {name: {SPLIT_OF[word] for word in words} for name in folders if (words := split_words(name))}
+    naming = {name: splits for name in folders if (splits := splits_of(name))}
     only = [name for name in naming if is_split_name(name)]
     all_name_splits = len(naming) == len(folders) > 0 and len(set().union(*naming.values())) > 1
     # A class may be called "test tube": then it lies beside others, and holds images, not classes.
@@ -177,7 +175,7 @@ def _chosen_roots(path: Path, folders: Sequence[str], listing: Listing) -> dict[
     return {split: [path / name for name in names] for split, names in divided.items()}
 
 
-# --- folders that are joined, or linked ----------------------------------------
+# --- folders that are joined, or linked -------------------------------------------------------------
 
 
 def _check_joined(source: Path, trees: Mapping[str, Sequence[ClassTree]], patterns: Collection[str]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +25,10 @@ from . import Samples, Source
 from .class_tree import ClassTree
 from .file_names import CLASS_TAR, IMAGENET_TRAIN, is_hidden, is_image, is_in_hidden
 from .imagenet_labels import DEVKITS, LABEL_FILES, SOLUTION, TRAIN_SOLUTION, ValLabels, read_labels
-from .listing import HIDDEN, LeftOut, Listing
+from .listing import HIDDEN, LeftOut, Listing, list_at_once
 from .paths import open_checked
 from .roots import check_roots
-from .samples import ArchiveMembers, Files, ListedArchive, join
+from .samples import ArchiveMembers, Files, join
 
 _VAL = "ILSVRC2012_img_val.tar"
 _VAL_PREFIX = "ILSVRC2012_val_"
@@ -37,7 +36,6 @@ _VAL_NAME = re.compile(_VAL_PREFIX + r"(\d{8})\.(?i:jpe?g|png)")
 _OWN = "ILSVRC", "LOC_"  # what begins the names of all that belongs to ImageNet
 _KAGGLE = Path("ILSVRC/Data/CLS-LOC")
 _LOOKED_AT = 8  # entries of val/, to see what they are
-_LISTERS = 32  # class tars listed at once: hides a shared filesystem's latency
 
 
 def detect(path: Path) -> str | None:
@@ -80,9 +78,8 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     if train is not None:
         splits["train"] = train
     if known is not None:
-        list_val = _in_archive if _VAL in names else _in_folder
-        images = list_val(path / (_VAL if _VAL in names else "val"), bounds, listing.left_out)
-        classes, splits["val"] = images.labelled(known, classes, bounds, listing.left_out)
+        place = path / (_VAL if _VAL in names else "val")
+        classes, splits["val"] = _val(place, known, classes, bounds, listing.left_out)
     elif "val" in names:
         tree = ClassTree.scan(path / "val", bounds, listing.left_out)
         check_roots(path, {"val": [tree]})
@@ -130,7 +127,7 @@ class _ClassTar(NamedTuple):
     """The archive of a class, which is a file or a member of one."""
 
     wnid: str
-    file: int  # number of the file
+    path: str
     begin: int = 0
     end: int | None = None  # None: where the file ends
 
@@ -139,11 +136,9 @@ def _train(path: Path, bounds: str | None, left_out: LeftOut) -> tuple[list[str]
     """List the train split: the classes, and the samples; None if there is no such split."""
     folder = path / "train"
     if (path / IMAGENET_TRAIN).exists():
-        files = [str(path / IMAGENET_TRAIN)]
-        tars = _classes_in(files[0], bounds, left_out)
+        tars = _classes_in(str(path / IMAGENET_TRAIN), bounds, left_out)
     elif names := _class_tars(folder) if folder.is_dir() else []:
-        files = [str(folder / name) for name in names]
-        tars = [_ClassTar(name.removesuffix(".tar"), number) for number, name in enumerate(names)]
+        tars = [_ClassTar(name.removesuffix(".tar"), str(folder / name)) for name in names]
         for name in sorted(set(os.listdir(folder)) - set(names)):
             left_out.add(str(folder / name), "beside the class tars")
     elif folder.is_dir():
@@ -152,7 +147,7 @@ def _train(path: Path, bounds: str | None, left_out: LeftOut) -> tuple[list[str]
         return tree.names(), tree.samples({name: label for label, name in enumerate(tree.names())}, left_out)
     else:
         return [], None
-    return [tar.wnid for tar in tars], _images_in(files, tars, bounds, left_out)
+    return [tar.wnid for tar in tars], _images_in(tars, bounds, left_out)
 
 
 def _classes_in(path: str, bounds: str | None, left_out: LeftOut) -> list[_ClassTar]:
@@ -166,30 +161,28 @@ def _classes_in(path: str, bounds: str | None, left_out: LeftOut) -> list[_Class
             continue
         if match[1] in tars:
             raise SourceError(f"holds {match[0]} twice", path=path)
-        tars[match[1]] = _ClassTar(match[1], 0, member.offset, member.offset + member.size)
+        tars[match[1]] = _ClassTar(match[1], path, member.offset, member.offset + member.size)
     if not tars:
         raise SourceError("holds no class tars, such as n01440764.tar", path=path)
     left_out.add_members(path, archive.others)
     return [tars[wnid] for wnid in sorted(tars)]
 
 
-def _images_in(files: list[str], tars: list[_ClassTar], bounds: str | None, left_out: LeftOut) -> ArchiveMembers:
+def _images_in(tars: list[_ClassTar], bounds: str | None, left_out: LeftOut) -> ArchiveMembers:
     """List the images of all class tars, each in its class."""
 
-    def list_class(tar: _ClassTar) -> ListedArchive:
-        where = f"{files[tar.file]}: {tar.wnid}.tar"
-        with open_checked(files[tar.file], bounds) as fd:
+    def list_class(tar: _ClassTar) -> ArchiveMembers:
+        where = f"{tar.path}: {tar.wnid}.tar"
+        with open_checked(tar.path, bounds) as fd:
             archive = list_members(fd, where, tar.begin, tar.end)
         left_out.add_members(where, archive.others)
         images = [member for member in archive.members if is_image(member.name) and not is_in_hidden(member.name)]
         for member in set(archive.members) - set(images):
             left_out.add(f"{where}: {member.name}", "not an image")
-        return ListedArchive.from_members(tar.file, [f"{tar.wnid}/{_stem(member.name)}" for member in images], images)
+        return ArchiveMembers.of_archive(tar.path, [f"{tar.wnid}/{_stem(member.name)}" for member in images], images)
 
-    with ThreadPoolExecutor(_LISTERS) as pool:
-        listed = list(pool.map(list_class, tars))
-    counts = [len(archive.names) for archive in listed]
-    return join(files, listed, np.repeat(np.arange(len(tars), dtype=np.uint32), counts))
+    listed = list_at_once(list_class, tars)
+    return join(listed, np.repeat(np.arange(len(tars), dtype=np.uint32), list(map(len, listed))))
 
 
 def _name(path: str) -> str:
@@ -203,43 +196,35 @@ def _stem(path: str) -> str:
 # --- val --------------------------------------------------------------------------------------------
 
 
-class _ValImages(NamedTuple):
-    """The val images: in an archive, whose members are given, or files of a folder."""
+def _val(
+    path: Path, known: ValLabels, classes: list[str], bounds: str | None, left_out: LeftOut
+) -> tuple[list[str], Samples]:
+    """Return the classes (without a train split, those of the labels), and the val images of an archive or a folder.
 
-    path: Path
-    names: list[str]  # without folders
-    members: list[Member]  # none: files
-
-    def labelled(
-        self, known: ValLabels, classes: list[str], bounds: str | None, left_out: LeftOut
-    ) -> tuple[list[str], Samples]:
-        """Return the classes (without a train split, those of the labels), and the samples.
-
-        Raises SourceError where an image has no label, or the train split not its class.
-        """
-        numbers = [int(match[1]) for name in self.names if (match := _VAL_NAME.fullmatch(name))]
-        if lacking := sorted(set(numbers) - known.wnids.keys()):
-            raise SourceError(
-                f"does not fit {known.where}, which has labels for {len(known.wnids)} images, and none for number "
-                f"{lacking[0]}", path=self.path,
-            )  # fmt: skip
-        if absent := sorted(known.wnids.keys() - set(numbers)):
-            images = (f"{known.where}: {_VAL_PREFIX}{number:08d}" for number in absent)
-            left_out.add_all(images, "labels of val images that are not there")
-        wnids = [known.wnids[number] for number in numbers]
-        classes = classes or known.classes
-        if unknown := sorted(set(wnids) - set(classes)):
-            raise SourceError(f"classes that the train split does not have: {', '.join(unknown[:5])}", path=self.path)
-        numbers_by_wnid = {wnid: label for label, wnid in enumerate(classes)}
-        labels = np.array([numbers_by_wnid[wnid] for wnid in wnids], np.uint32)
-        if not self.members:
-            folder = np.zeros(len(self.names), np.int32)
-            return classes, Files(str(self.path), bounds, [""], folder, self.names, labels)
-        names = [f"{wnid}/{_stem(name)}" for wnid, name in zip(wnids, self.names, strict=True)]
-        return classes, join([str(self.path)], [ListedArchive.from_members(0, names, self.members)], labels)
+    Raises SourceError where an image has no label, or the train split not its class.
+    """
+    members = [] if path.is_dir() else _in_archive(path, bounds, left_out)
+    files = _in_folder(path, bounds, left_out) if path.is_dir() else [_name(member.name) for member in members]
+    numbers = [int(match[1]) for name in files if (match := _VAL_NAME.fullmatch(name))]
+    if lacking := sorted(set(numbers) - known.wnids.keys()):
+        what = f"has labels for {len(known.wnids)} images, and none for number {lacking[0]}"
+        raise SourceError(f"does not fit {known.where}, which {what}", path=path)
+    if absent := sorted(known.wnids.keys() - set(numbers)):
+        images = (f"{known.where}: {_VAL_PREFIX}{number:08d}" for number in absent)
+        left_out.add_all(images, "labels of val images that are not there")
+    wnids = [known.wnids[number] for number in numbers]
+    classes = classes or known.classes
+    if unknown := sorted(set(wnids) - set(classes)):
+        raise SourceError(f"classes that the train split does not have: {', '.join(unknown[:5])}", path=path)
+    numbers_by_wnid = {wnid: label for label, wnid in enumerate(classes)}
+    labels = np.array([numbers_by_wnid[wnid] for wnid in wnids], np.uint32)
+    if not members:
+        return classes, Files(str(path), bounds, [""], np.zeros(len(files), np.int32), files, labels)
+    names = [f"{wnid}/{_stem(name)}" for wnid, name in zip(wnids, files, strict=True)]
+    return classes, join([ArchiveMembers.of_archive(str(path), names, members)], labels)
 
 
-def _in_archive(path: Path, bounds: str | None, left_out: LeftOut) -> _ValImages:
+def _in_archive(path: Path, bounds: str | None, left_out: LeftOut) -> list[Member]:
     """List the val images in their archive."""
     with open_checked(str(path), bounds) as fd:
         archive = list_members(fd, str(path))
@@ -248,10 +233,10 @@ def _in_archive(path: Path, bounds: str | None, left_out: LeftOut) -> _ValImages
     left_out.add_members(str(path), archive.others)
     for member in set(archive.members) - set(images):
         left_out.add(f"{path}: {member.name}", "not named as a val image")
-    return _ValImages(path, [_name(member.name) for member in images], images)
+    return images
 
 
-def _in_folder(folder: Path, bounds: str | None, left_out: LeftOut) -> _ValImages:
+def _in_folder(folder: Path, bounds: str | None, left_out: LeftOut) -> list[str]:
     """List the val images in a folder, which are not sorted by class. Raises SourceError where some are."""
     names: list[str] = []
     with open_checked(str(folder), bounds) as fd, os.scandir(fd) as entries:
@@ -265,4 +250,4 @@ def _in_folder(folder: Path, bounds: str | None, left_out: LeftOut) -> _ValImage
                 )
             else:
                 left_out.add(str(folder / entry.name), HIDDEN if entry.is_dir() else "not named as a val image")
-    return _ValImages(folder, sorted(names), [])
+    return sorted(names)

@@ -7,8 +7,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from ..console import format_count, printable
 from ..errors import SettingError, SourceError
@@ -19,10 +21,13 @@ from .file_names import is_harmless, is_hidden, is_image, is_partial
 
 logger = logging.getLogger(__name__)
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 HIDDEN = "hidden, or a system's"
 PARTIAL = "of a transfer that has not ended, so images may be missing: run that again, or remove them"
 _HUB = ".cache", "huggingface"  # what `hf download --local-dir` writes: notes of its own, and files that are not whole
 _NOT_NAMED = "not named by any --split"
+_LISTERS = 32
 _NAMED = 10  # paths that are named for each reason
 
 
@@ -44,6 +49,12 @@ def folders_in(path: Path) -> list[str]:
     with os.scandir(path) as entries:
         named = [entry for entry in entries if not is_hidden(entry.name) and not is_image(entry.name)]
         return sorted(entry.name for entry in named if is_folder(entry))
+
+
+def list_at_once(function: Callable[[_Item], _Result], files: Iterable[_Item]) -> list[_Result]:
+    """Return what `function` says of each file, of many at once: that hides a shared filesystem's latency."""
+    with ThreadPoolExecutor(_LISTERS) as pool:
+        return list(pool.map(function, files))
 
 
 class LeftOut:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from ..images import Buffer
 from . import Source
 from .labels import NUMBER, number_labels
 from .large_files import has_large_files, large_files
-from .listing import Listing
+from .listing import Listing, list_at_once
 from .parquet_files import ListedFile, import_parquet, list_file
 from .parts import divide_samples, join_files, pick
 from .shard_names import choose_files
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LISTERS = 16  # files whose labels are read at once: hides a shared filesystem's latency
 KEPT_BYTES = 256 << 20  # of row groups, beside the one that was read last
 
 
@@ -48,26 +47,23 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         raise SourceError("holds no .parquet files, neither itself nor in data, train and val", path=path)
     files = choose_files(names, listing, path)
     with_paths = not all(files.values())
-    with ThreadPoolExecutor(_LISTERS) as pool:
-        tables = list(pool.map(lambda name: list_file(str(root / name), name, bounds, listing, with_paths), files))
+    tables = list_at_once(lambda name: list_file(str(root / name), bounds, listing, with_paths), files)
+    by_name = dict(zip(files, tables, strict=True))
     for (column, *others), table in {
         (table.column.split(".")[0], *table.others): table for table in tables[::-1]
     }.items():
         if others:
             message = "%s: may hold images or labels in %s, too, not read: its images are those of %s"
             logger.warning(message, table.path, " and ".join(others), column)
-    ends = dict(zip(files, np.cumsum([len(table.labels) for table in tables]).tolist(), strict=True))
+    file_of_row = np.repeat(np.arange(len(tables)), [len(table.labels) for table in tables])
 
     def unlabelled(i: int, file: str) -> SourceError:
-        table = next(table for table in tables if table.name == file)
-        return SourceError(
-            table.lack or f"row {i - ends[file] + len(table.labels)} has no {table.label}", path=table.path
-        )
+        row, table = i - int(np.argmax(file_of_row == file_of_row[i])), by_name[file]
+        return SourceError(table.lack or f"row {row} has no {table.label}", path=table.path)
 
     paths = [path for table in tables for path in table.paths or [""] * len(table.labels)]
-    listed = join_files(((table.name, table.labels, table.said) for table in tables), paths, unlabelled)
+    listed = join_files(((name, table.labels, table.said) for name, table in by_name.items()), paths, unlabelled)
     picked = divide_samples(listed, files, listing, path)
-    file_of_row = np.repeat(np.arange(len(tables)), [len(table.labels) for table in tables])
     used = {split: np.unique(file_of_row[rows]).tolist() for split, rows in picked.items()}
     texts = {split: pick(listed.labels, rows) for split, rows in picked.items()}
     named = {split: [tables[number] for number in numbers] for split, numbers in used.items()}

@@ -132,7 +132,6 @@ class ListedFile(NamedTuple):
     """A file, without its images."""
 
     path: str
-    name: str  # below the source
     column: str  # with the images' bytes
     label: str | None  # the column; None: it has none
     labels: list[str]  # "": none
@@ -145,12 +144,11 @@ class ListedFile(NamedTuple):
     lack: str  # what to say where its labels are needed, and it has none
 
 
-def list_file(path: str, name: str, bounds: str | None, listing: Listing, with_paths: bool) -> ListedFile:
+def list_file(path: str, bounds: str | None, listing: Listing, with_paths: bool) -> ListedFile:
     """Return what a file says of its rows. Raises SourceError if it cannot be read, or in two ways.
 
     Args:
         path: The file.
-        name: Its path below the source.
         bounds: See `paths`.
         listing: Listing with what the user says of columns and splits.
         with_paths: Whether the images' paths are asked for.
@@ -176,7 +174,7 @@ def list_file(path: str, name: str, bounds: str | None, listing: Listing, with_p
     others = _other_columns(schema, column, label, label_column)
     lack = "" if label else _describe_lack(schema, label_column)
     num_rows, classes = [group.num_rows for group in groups], _class_names(schema, label)
-    return ListedFile(path, name, column, label, labels, classes, num_rows, num_bytes, others, said, paths, lack)
+    return ListedFile(path, column, label, labels, classes, num_rows, num_bytes, others, said, paths, lack)
 
 
 def _texts(file: pyarrow.parquet.ParquetFile, column: str, group: int | None = None) -> list[str]:

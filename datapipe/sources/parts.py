@@ -186,9 +186,8 @@ def pick(values: Sequence[str], samples: np.ndarray) -> Sequence[str]:
 
 
 def _by_name(listed: Listed, names_of_parts: Iterable[str], typed: Mapping[str, Sequence[str]] | None = None) -> Names:
-    names: dict[str, int] = {}
-    numbers = [names.setdefault(name, len(names)) for name in names_of_parts]
-    return Names(list(names), np.array(numbers, np.int32)[listed.part], lambda name: (typed or {}).get(name, [name]))
+    of_parts = Names.from_texts(names_of_parts, lambda name: (typed or {}).get(name, [name]))
+    return of_parts._replace(number=of_parts.number[listed.part])
 
 
 def _by_file(listed: Listed) -> Names:
@@ -242,14 +241,14 @@ def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, S
     if fitting:
         return next(iter(fitting.values()))
     paths = list(map(os.path.normpath, listed.paths().joined()))
-    distinct = {path: number for number, path in enumerate(dict.fromkeys(paths))}
-    if rule.covers(list(distinct)):
-        return Names(list(distinct), np.array([distinct[path] for path in paths], np.int32)), rule
+    by_path = Names.from_texts(paths)
+    if rule.covers(by_path.names):
+        return by_path, rule
     files = _by_file(listed)
     if rule.covers(files.names):
         return files, rule
     said = list(dict.fromkeys(f"{name}={value}" for part in listed.parts for name, value in part.said if value))
-    everything = [*said, *(text.partition("=")[2] for text in said), *files.names, *distinct]
+    everything = [*said, *(text.partition("=")[2] for text in said), *files.names, *by_path.names]
     wrong = next(
         (pattern for _, pattern in rule.patterns if not any(matches(name, pattern) for name in everything)), None
     )

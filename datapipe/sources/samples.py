@@ -9,7 +9,6 @@ import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -151,6 +150,18 @@ class ArchiveMembers:
     def __post_init__(self) -> None:
         self._descriptors = Descriptors(len(self.files), lambda number: os.open(self.files[number], FLAGS))
 
+    @classmethod
+    def of_archive(cls, path: str, names: list[str], members: Sequence[Member]) -> ArchiveMembers:
+        """Return members of one archive as samples without labels.
+
+        Args:
+            path: The archive.
+            names: Name of each sample.
+            members: Member that holds each sample.
+        """
+        offset, size = (np.array([member[column] for member in members], np.int64) for column in (1, 2))
+        return cls([path], np.zeros(len(names), np.int32), offset, size, names, np.zeros(0, np.uint32))
+
     def __len__(self) -> int:
         return len(self.names)
 
@@ -185,40 +196,15 @@ class ArchiveMembers:
         return ArchiveMembers(files, file.astype(np.int32), self.offset[samples], self.size[samples], names, labels)
 
 
-class ListedArchive(NamedTuple):
-    """The samples of one archive."""
-
-    file: int
-    names: list[str]
-    offset: np.ndarray  # int64
-    size: np.ndarray  # int64
-
-    @classmethod
-    def from_members(cls, file: int, names: list[str], members: Sequence[Member]) -> ListedArchive:
-        """Return members of an archive as samples.
-
-        Args:
-            file: The archive's number among all.
-            names: Name of each sample.
-            members: Member of the archive that holds each sample.
-        """
-        offsets, sizes = ([member[column] for member in members] for column in (1, 2))
-        return cls(file, names, np.array(offsets, np.int64), np.array(sizes, np.int64))
-
-
-def join(files: list[str], archives: Sequence[ListedArchive], labels: np.ndarray) -> ArchiveMembers:
-    """Return the samples of all archives, one archive after the other.
-
-    Args:
-        files: The archives' paths, by their numbers.
-        archives: Samples of the archives.
-        labels: Class of each sample, uint32[N].
-    """
-    counts = [len(archive.names) for archive in archives]
-    file = np.repeat(np.array([archive.file for archive in archives], np.int32), counts)
+def join(archives: Sequence[ArchiveMembers], labels: np.ndarray) -> ArchiveMembers:
+    """Return the samples of all archives, one archive after the other, with labels, uint32[N]."""
+    files = {path: number for number, path in enumerate(dict.fromkeys(archive.files[0] for archive in archives))}
+    numbers = np.array([files[archive.files[0]] for archive in archives], np.int32)
+    file = np.repeat(numbers, [len(archive) for archive in archives])
     offset = np.concatenate([np.zeros(0, np.int64), *(archive.offset for archive in archives)])
     size = np.concatenate([np.zeros(0, np.int64), *(archive.size for archive in archives)])
-    return ArchiveMembers(files, file, offset, size, [name for archive in archives for name in archive.names], labels)
+    names = [name for archive in archives for name in archive.names]
+    return ArchiveMembers(list(files), file, offset, size, names, labels)
 
 
 @dataclass(frozen=True)

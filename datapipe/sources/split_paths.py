@@ -17,7 +17,6 @@ from ..console import format_count, format_some
 from ..split_names import (
     FOLD,
     HASH,
-    SPLIT_OF,
     TEST,
     TRAIN,
     VAL,
@@ -25,6 +24,7 @@ from ..split_names import (
     mean_splits,
     named_options,
     options_of,
+    pure_splits,
     short_splits,
     split_words,
     splits_of,
@@ -51,6 +51,13 @@ class Names(NamedTuple):
     number: np.ndarray
     typed: Typed = lambda name: [name]
 
+    @classmethod
+    def from_texts(cls, texts: Iterable[str], typed: Typed = lambda name: [name]) -> Names:
+        """Number the distinct ones of some texts, in their order."""
+        numbers: dict[str, int] = {}
+        number = np.array([numbers.setdefault(text, len(numbers)) for text in texts], np.int32)
+        return cls(list(numbers), number, typed)
+
 
 class Paths(NamedTuple):
     """The samples' paths in a table or an archive."""
@@ -62,10 +69,9 @@ class Paths(NamedTuple):
     @classmethod
     def from_texts(cls, paths: Iterable[str]) -> Paths:
         """Divide paths into folders and files."""
-        folders: dict[str, int] = {}
         pairs = [os.path.split(path) for path in paths]
-        numbers = [folders.setdefault(folder, len(folders)) for folder, _ in pairs]
-        return cls(list(folders), np.array(numbers, np.int32), [file for _, file in pairs])
+        folders = Names.from_texts(folder for folder, _ in pairs)
+        return cls(folders.names, folders.number, [file for _, file in pairs])
 
     def joined(self) -> list[str]:
         """List the paths."""
@@ -104,13 +110,12 @@ def by_folder(paths: Paths, labels: Sequence[str]) -> Names | None:
     if not spoken:
         return None
     _, first = np.unique(paths.folder, return_index=True)
-    names = [
+    names = (
         spoken.get(number) or folder or paths.files[at]
         for (number, folder), at in zip(enumerate(paths.folders), first.tolist(), strict=True)
-    ]
-    distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    number_of = np.array([distinct[name] for name in names], np.int32)
-    return Names(list(distinct), number_of[paths.folder], lambda name: [*places.get(name, {name: None})])
+    )
+    of_folders = Names.from_texts(names, lambda name: [*places.get(name, {name: None})])
+    return of_folders._replace(number=of_folders.number[paths.folder])
 
 
 def _spoken(parts: Sequence[str], below: Mapping[str, set[str]]) -> list[int]:
@@ -128,18 +133,16 @@ def by_file_name(paths: Paths) -> Names | None:
     if not may_speak([paths.files]):
         return None
     bare = re.sub("[0-9]+", "", "\n".join(paths.files)).split("\n")
-    distinct = {name: number for number, name in enumerate(dict.fromkeys(bare))}
-    if len(distinct) > _MAX_PATTERNS or len(bare) != len(paths.files):
-        return None
-    pure = {SPLIT_OF[word] for name in distinct if is_split_name(name) for word in split_words(name)}
-    words = [split_words(name) for name in distinct]
-    if len(pure) < 2 and not (all(words) and len({SPLIT_OF[word] for of_name in words for word in of_name}) > 1):
-        return None
 
     def files_of(name: str) -> list[str]:
         return list(dict.fromkeys(itertools.compress(paths.files, map(name.__eq__, bare))))
 
-    return Names(list(distinct), np.array([distinct[name] for name in bare], np.int32), files_of)
+    by_name = Names.from_texts(bare, files_of)
+    if len(by_name.names) > _MAX_PATTERNS or len(bare) != len(paths.files):
+        return None
+    splits = [splits_of(name) for name in by_name.names]
+    are_several = len(pure_splits(by_name.names)) > 1 or (all(splits) and len(set().union(*splits)) > 1)
+    return by_name if are_several else None
 
 
 def check_paths(

@@ -21,6 +21,7 @@ from ..split_names import (
     is_split_name,
     mean_splits,
     options_of,
+    pure_splits,
     short_splits,
     split_options,
     splits_of,
@@ -154,7 +155,7 @@ class SplitTable:
 
     def _is_of_classes(self, column: str, labels_of: Callable[[Collection[int]], set[str]]) -> bool:
         """Whether `train` in a column, beside other things, may be the vehicle: it goes with a label of its own."""
-        if _pure(self._values[column]) != {TRAIN}:
+        if pure_splits(self._values[column]) != {TRAIN}:
             return False
         inside = {i for i, row in enumerate(self._rows) if is_split_name(row.get(column, ""))}
         labels = labels_of(inside)
@@ -193,7 +194,7 @@ class SplitTable:
 
 def _kind(name: str, values: Collection[str]) -> str:
     filled_in = [value for value in values if value]
-    pure = _pure(values)
+    pure = pure_splits(values)
     spoken = {split for value in values for split in splits_of(value)}
     if not filled_in:
         return _NOTHING
@@ -207,11 +208,6 @@ def _kind(name: str, values: Collection[str]) -> str:
     if pure and (is_column(name) or len(pure) > 1 or pure == {TRAIN}):
         return _MIXED
     return _UNCLEAR if pure or is_column(name) or mean_splits(filled_in) else _NOTHING
-
-
-def _pure(values: Iterable[str]) -> set[str]:
-    """Return the splits of those values that say nothing else."""
-    return {split for value in values if is_split_name(value) for split in splits_of(value)}
 
 
 def _some(values: Iterable[str]) -> str:

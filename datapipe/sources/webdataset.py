@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count, repeat
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
@@ -25,10 +23,10 @@ from . import Source
 from .file_names import is_in_hidden
 from .labels import check_same_classes, number_labels
 from .large_files import has_large_files, large_files
-from .listing import Listing
+from .listing import Listing, list_at_once
 from .parts import divide_samples, join_files, pick
 from .paths import open_checked
-from .samples import ListedArchive, join
+from .samples import ArchiveMembers, join
 from .shard_names import choose_files
 from .split_columns import Columns, Said
 from .unpacked import refuse_nested
@@ -44,7 +42,6 @@ _TEXTS = LABELS + _SPLITS
 _NO_LABELS = np.zeros(0, np.uint32)
 _NO_FIELDS: dict[str, object] = {}
 _MAX_DEPTH = 50  # of objects in a JSON
-_LISTERS = 32  # shards listed at once: hides a shared filesystem's latency
 
 
 def detect(path: Path) -> str | None:
@@ -60,32 +57,26 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     for name in files:
         if name.lower().endswith(_COMPRESSED):
             _check_compressed(str(root / name), bounds)
-    with ThreadPoolExecutor(_LISTERS) as pool:
-        paths = (str(root / name) for name in files)
-        shards = list(pool.map(_list_shard, count(), paths, repeat(bounds), repeat(listing)))
-    keys = [key for shard in shards for key in shard.images.names]
+    listed_shards = list_at_once(lambda file: _list_shard(str(root / file), bounds, listing), files)
+    shards = dict(zip(files, listed_shards, strict=True))
+    everything = join([shard.images for shard in shards.values()], _NO_LABELS)
 
     def unlabelled(i: int, file: str) -> SourceError:
-        error = shards[list(files).index(file)].unlabelled
+        error = shards[file].unlabelled
         assert error is not None
         return error
 
-    listed = join_files(
-        ((file, shard.labels, shard.said) for file, shard in zip(files, shards, strict=True)), keys, unlabelled
-    )
+    texts_of_files = ((file, shard.labels, shard.said) for file, shard in shards.items())
+    listed = join_files(texts_of_files, everything.names, unlabelled)
     divided = divide_samples(listed, files, listing, path)
     texts = {split: pick(listed.labels, samples) for split, samples in divided.items()}
     classes, labels = number_labels(path, texts, listing.labels)
-    if dotted := [
-        f"{Path(file).name}: {name}" for file, shard in zip(files, shards, strict=True) for name in shard.dotted
-    ]:
+    if dotted := [f"{Path(file).name}: {name}" for file, shard in shards.items() for name in shard.dotted]:
         are = format_count(len(dotted), "image has a name", "images have names")
         message = "%s: %s of several dots, such as %s; the last begins the extension here, and in WebDataset the first"
         logger.warning(message, path, are, dotted[0])
-    everything = join([str(root / name) for name in files], [shard.images for shard in shards], _NO_LABELS)
-    return Source(
-        kind, classes, {split: everything.picked(samples, labels[split]) for split, samples in divided.items()}
-    )
+    splits = {split: everything.picked(samples, labels[split]) for split, samples in divided.items()}
+    return Source(kind, classes, splits)
 
 
 def _check_compressed(path: str, bounds: str | None) -> None:
@@ -97,14 +88,14 @@ def _check_compressed(path: str, bounds: str | None) -> None:
 
 
 class _Shard(NamedTuple):
-    images: ListedArchive
+    images: ArchiveMembers
     labels: list[str]  # "": none
     said: list[Said]  # of each sample's split
     unlabelled: SourceError | None  # for the first image without a label
     dotted: list[str]  # images whose names have more dots than one
 
 
-def _list_shard(number: int, path: str, bounds: str | None, listing: Listing) -> _Shard:
+def _list_shard(path: str, bounds: str | None, listing: Listing) -> _Shard:
     left_out = listing.left_out
     with open_checked(path, bounds) as fd:
         archive = list_members(fd, path, keep_content=lambda name: name.rpartition(".")[2].lower() in _TEXTS)
@@ -133,7 +124,7 @@ def _list_shard(number: int, path: str, bounds: str | None, listing: Listing) ->
     without = next((key for key in texts if key not in images and set(LABELS) & texts[key].keys()), None)
     if without is not None:
         raise SourceError(_no_image(without, [*archive.others, *others]), path=path, key=without)
-    listed = ListedArchive.from_members(number, list(images), list(images.values()))
+    listed = ArchiveMembers.of_archive(path, list(images), list(images.values()))
     dotted = [member.name for key, member in images.items() if "." in key.rpartition("/")[2]]
     return _Shard(listed, *_read_texts(path, images, texts, listing), dotted)
 
