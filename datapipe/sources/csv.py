@@ -1,8 +1,8 @@
 """A CSV table of image files and labels: one file, or a folder with a table for each split.
 
-How its text is read says `table_text`, which columns are of paths and labels `table_columns`. A column of splits says
-which split a row belongs to, or the file's name, or else the paths (see `parts`). Paths begin in the table's folder;
-`table_images` finds the images of those that do not.
+How its text is read, and which columns are of paths and labels, says `tables`. A column of splits says which split a
+row belongs to, or the file's name, or else the paths (see `parts`). Paths begin in the table's folder; `named_images`
+finds the images of those that do not.
 """
 
 from __future__ import annotations

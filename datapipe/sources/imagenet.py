@@ -28,7 +28,7 @@ from .imagenet_labels import DEVKITS, LABEL_FILES, SOLUTION, TRAIN_SOLUTION, Val
 from .listing import HIDDEN, LeftOut, Listing, list_at_once
 from .paths import open_checked
 from .roots import check_roots
-from .samples import ArchiveMembers, Files, join
+from .samples import ArchiveMembers, Files, join_archives
 
 _VAL = "ILSVRC2012_img_val.tar"
 _VAL_PREFIX = "ILSVRC2012_val_"
@@ -182,7 +182,7 @@ def _images_in(tars: list[_ClassTar], bounds: str | None, left_out: LeftOut) -> 
         return ArchiveMembers.of_archive(tar.path, [f"{tar.wnid}/{_stem(member.name)}" for member in images], images)
 
     listed = list_at_once(list_class, tars)
-    return join(listed, np.repeat(np.arange(len(tars), dtype=np.uint32), list(map(len, listed))))
+    return join_archives(listed, np.repeat(np.arange(len(tars), dtype=np.uint32), list(map(len, listed))))
 
 
 def _name(path: str) -> str:
@@ -221,7 +221,7 @@ def _val(
     if not members:
         return classes, Files(str(path), bounds, [""], np.zeros(len(files), np.int32), files, labels)
     names = [f"{wnid}/{_stem(name)}" for wnid, name in zip(wnids, files, strict=True)]
-    return classes, join([ArchiveMembers.of_archive(str(path), names, members)], labels)
+    return classes, join_archives([ArchiveMembers.of_archive(str(path), names, members)], labels)
 
 
 def _in_archive(path: Path, bounds: str | None, left_out: LeftOut) -> list[Member]:

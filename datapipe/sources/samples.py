@@ -196,7 +196,7 @@ class ArchiveMembers:
         return ArchiveMembers(files, file.astype(np.int32), self.offset[samples], self.size[samples], names, labels)
 
 
-def join(archives: Sequence[ArchiveMembers], labels: np.ndarray) -> ArchiveMembers:
+def join_archives(archives: Sequence[ArchiveMembers], labels: np.ndarray) -> ArchiveMembers:
     """Return the samples of all archives, one archive after the other, with labels, uint32[N]."""
     files = {path: number for number, path in enumerate(dict.fromkeys(archive.files[0] for archive in archives))}
     numbers = np.array([files[archive.files[0]] for archive in archives], np.int32)

@@ -101,7 +101,7 @@ class SplitTable:
             logger.info("%s: the splits are taken from %s", self._source, names)
 
     def check_files(self, files: Mapping[str, str]) -> None:
-        """Raise AmbiguousSplitError if columns contradict the files' names; `files`: from `parts.choose_files`."""
+        """Raise AmbiguousSplitError if columns contradict the files' names; `files`: from `choose_files`."""
         for part, row, name in zip(self._parts, self._rows, self.names, strict=True):
             column = self._column(row)
             by_name, said = splits_of(part.file), splits_of(name)

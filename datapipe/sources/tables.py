@@ -40,6 +40,14 @@ LABELS = ("label", "class", "target", "category")
 _CountImages = Callable[[Sequence[str]], int]
 
 
+def tables_in(path: Path) -> list[str]:
+    """List the tables of text in a folder, sorted; none if it cannot be listed."""
+    with suppress(OSError):
+        names = [name for name in os.listdir(path) if name.lower().endswith(TEXT_TABLES) and not is_hidden(name)]
+        return sorted(filter(may_have_labels, names))
+    return []
+
+
 def read_rows(table: Path, file: io.BufferedReader) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of the line, and the cells, of each row that is not blank. Raises SourceError."""
     lines = _lines(table, file)
@@ -54,14 +62,6 @@ def read_rows(table: Path, file: io.BufferedReader) -> Iterator[tuple[int, list[
     except csv.Error as error:
         why = _LONE_CR if "\r" in first.rstrip("\r\n") else error
         raise SourceError(f"line {max(1, rows.line_num)}: {why}", path=table) from error
-
-
-def tables_in(path: Path) -> list[str]:
-    """List the tables of text in a folder, sorted; none if it cannot be listed."""
-    with suppress(OSError):
-        names = [name for name in os.listdir(path) if name.lower().endswith(TEXT_TABLES) and not is_hidden(name)]
-        return sorted(filter(may_have_labels, names))
-    return []
 
 
 def _lines(table: Path, file: io.BufferedReader) -> Iterator[str]:
@@ -81,6 +81,32 @@ def _lines(table: Path, file: io.BufferedReader) -> Iterator[str]:
         raise SourceError(f"line {number}: {why}", path=table) from error
     except ValueError as error:
         raise SourceError(f"line {number}: {error}", path=table) from error
+
+
+def sample_rows(path: Path) -> Iterator[list[str]]:
+    """Read some rows of a table, the first included; none if it cannot be read, or is a link."""
+    delimiter = ""
+    with suppress(csv.Error):
+        for lines in sample_lines(path):
+            delimiter = delimiter or max(",;\t", key=lines[0].count)
+            yield from csv.reader(lines, delimiter=delimiter)
+
+
+def sample_lines(path: Path) -> Iterator[list[str]]:
+    """Read some blocks of lines of a text, the first included; none if it cannot be read, or is a link."""
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as file:
+            size = os.fstat(fd).st_size
+            for start in range(0, size, max(_BLOCK_BYTES, -(-size // _BLOCKS))):
+                file.seek(start)
+                lines = file.read(_BLOCK_BYTES).decode("utf-8-sig" if not start else "utf-8", "replace").splitlines()
+                lines = lines[start > 0 : None if start + _BLOCK_BYTES >= size else -1]
+                if lines:
+                    yield lines
+
+
+# --- columns ----------------------------------------------------------------------------------------
 
 
 class Header(NamedTuple):
@@ -211,26 +237,3 @@ def _numbered(option: str, chosen: str | None, first: list[str], example: int) -
             f"that of {option}s with --{option}-column NUMBER, such as {at + 1} for {first[at]}"
         )
     return int(chosen) - 1
-
-
-def sample_rows(path: Path) -> Iterator[list[str]]:
-    """Read some rows of a table, the first included; none if it cannot be read, or is a link."""
-    delimiter = ""
-    with suppress(csv.Error):
-        for lines in sample_lines(path):
-            delimiter = delimiter or max(",;\t", key=lines[0].count)
-            yield from csv.reader(lines, delimiter=delimiter)
-
-
-def sample_lines(path: Path) -> Iterator[list[str]]:
-    """Read some blocks of lines of a text, the first included; none if it cannot be read, or is a link."""
-    with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as file:
-            size = os.fstat(fd).st_size
-            for start in range(0, size, max(_BLOCK_BYTES, -(-size // _BLOCKS))):
-                file.seek(start)
-                lines = file.read(_BLOCK_BYTES).decode("utf-8-sig" if not start else "utf-8", "replace").splitlines()
-                lines = lines[start > 0 : None if start + _BLOCK_BYTES >= size else -1]
-                if lines:
-                    yield lines

@@ -26,7 +26,7 @@ from .large_files import has_large_files, large_files
 from .listing import Listing, list_at_once
 from .parts import divide_samples, join_files, pick
 from .paths import open_checked
-from .samples import ArchiveMembers, join
+from .samples import ArchiveMembers, join_archives
 from .shard_names import choose_files
 from .split_columns import Columns, Said
 from .unpacked import refuse_nested
@@ -59,7 +59,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
             _check_compressed(str(root / name), bounds)
     listed_shards = list_at_once(lambda file: _list_shard(str(root / file), bounds, listing), files)
     shards = dict(zip(files, listed_shards, strict=True))
-    everything = join([shard.images for shard in shards.values()], _NO_LABELS)
+    everything = join_archives([shard.images for shard in shards.values()], _NO_LABELS)
 
     def unlabelled(i: int, file: str) -> SourceError:
         error = shards[file].unlabelled
