@@ -15,6 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from shlex import quote
 
+from .console import format_count
+
 TRAIN, VAL, TEST = "train", "val", "test"
 _WORDS = {
     TRAIN: ("train", "training", "trn"),
@@ -144,6 +146,16 @@ def mean_splits(texts: Collection[str]) -> bool:
 # --- patterns that name parts of a data set, as `--split` takes them --------------------------------
 
 NAMED = 3  # names, patterns or readings that a message gives
+
+
+def list_some(names: Sequence[str]) -> str:
+    """Return some of many names in words, and the number of the others.
+
+    >>> list_some(["a", "b", "c", "d"])
+    'a, b, c and 1 other'
+    """
+    more = f" and {format_count(len(names) - NAMED, 'other')}" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def matches(name: str, pattern: str) -> bool:

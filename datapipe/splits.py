@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .console import format_count
 from .errors import SettingError, SourceError
 from .split_names import (
     GLUED,
@@ -22,6 +21,7 @@ from .split_names import (
     TEST,
     TRAIN,
     VAL,
+    list_some,
     matches,
     naming_folder,
     own_splits,
@@ -117,7 +117,7 @@ class SplitRule:
         without = [name for name in names if not words[name]]
         if silent := [name for name in without if name not in speaking] or without:
             first = next(name for name in speaking if name not in silent)
-            why = f"{first} names a split, and {_list(silent)} {'do' if len(silent) > 1 else 'does'} not"
+            why = f"{first} names a split, and {list_some(silent)} {'do' if len(silent) > 1 else 'does'} not"
             known = {name: SPLIT_OF[[*words[name], TRAIN][0]] for name in names if name not in silent}
             known = {text: split for name, split in known.items() for text in typed(name)}
             raise AmbiguousSplitError(source, why, _advise(known, [text for name in silent for text in typed(name)]))
@@ -145,7 +145,7 @@ class SplitRule:
             if hits:
                 splits.setdefault(hits[0][0], []).append(name)
         if unused:
-            there = f"there is {_list(names)}" if names else "there is nothing that could be divided"
+            there = f"there is {list_some(names)}" if names else "there is nothing that could be divided"
             raise SettingError(f"split: {min(unused)!r} names nothing in {source}; {there}")
         return {split: splits[split] for split in (TRAIN, VAL) if split in splits}
 
@@ -188,7 +188,7 @@ def _check_variants(
     if doubtful := {split: its for split, its in variants.items() if its.are_doubtful}:
         split, its = next(iter(doubtful.items()))
         first, second, *more = (names[0] for names in its.groups.values())
-        why = f"holds {f'{first} and {second}' if not more else _list([first, second, *more])}, all of {split}"
+        why = f"holds {f'{first} and {second}' if not more else list_some([first, second, *more])}, all of {split}"
         if words[first][-1] != words[second][-1]:
             why = f"holds both {words[first][-1]} ({first}) and {words[second][-1]} ({second}), which mean the same"
         elif len(folds := folds_in(there[split])) > 1:
@@ -197,7 +197,7 @@ def _check_variants(
     for split, its in variants.items():
         names = [names[0] for names in its.groups.values()]
         message = "%s: %s are joined for %s, though they are called differently: --split %s=PATTERN takes some of them"
-        logger.warning(message, source, _list(names), split, VAL if split == TEST else split)
+        logger.warning(message, source, list_some(names), split, VAL if split == TEST else split)
 
 
 def _advise_variants(
@@ -239,8 +239,3 @@ def _advise(known: Mapping[str, str], silent: Sequence[str]) -> str:
     other = VAL if groups[TRAIN] else TRAIN
     options = split_options({split: its or list(silent) for split, its in groups.items()}, [])
     return f"if they are {other} type {options} {_REST}" if options else CHOOSE
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {format_count(len(names) - NAMED, 'other')}" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

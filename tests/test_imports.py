@@ -37,7 +37,7 @@ DATAPIPE = {
     "process_id": "fsio",
     "locks": "clock errors foreign fsio",
     "checks": "errors",
-    "split_names": "",
+    "split_names": "console",
     "split_variants": "split_names",
     "splits": "console errors split_names split_variants",
     # 1

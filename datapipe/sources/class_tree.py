@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -136,14 +137,14 @@ class ClassTree:
 
     def _tell_inner(self) -> None:
         """Warn of folders within class folders that have images of their own: masks and thumbnails lie so, too."""
-        inner: dict[str, int] = {}  # images by the name of their folder
+        inner: Counter[str] = Counter()  # images by the name of their folder
         for content in self.classes.values():
             with_images = {path for path, _ in content.folders}
             for path, images in content.folders:
                 if any(str(above) in with_images for above in PurePosixPath(path).parents):
-                    inner[os.path.basename(path)] = inner.get(os.path.basename(path), 0) + len(images)
+                    inner[os.path.basename(path)] += len(images)
         if inner:
-            total = format_count(sum(inner.values()), "image is taken", "images are taken")
+            total = format_count(inner.total(), "image is taken", "images are taken")
             where = f"folders within class folders that have images themselves ({format_some(sorted(inner))})"
             logger.warning("%s: %s from %s", self.root, total, where)
 
@@ -154,20 +155,14 @@ class ClassTree:
             if pair := alike([*unknown, *label_of]):
                 message += f"; {pair[0]!a} and {pair[1]!a} {SAME_LOOK}"
             raise SourceError(message, path=self.root)
-        folders: list[str] = []
-        files: list[str] = []
-        labels: list[int] = []  # of each folder
-        counts: list[int] = []
-        for name in sorted(self.classes, key=label_of.__getitem__):
-            for folder, images in self.classes[name].folders:
-                folders.append(folder)
-                labels.append(label_of[name])
-                counts.append(len(images))
-                files += images
+        by_label = sorted((label_of[name], content.folders) for name, content in self.classes.items())
+        folders = [(label, folder, images) for label, inside in by_label for folder, images in inside]
+        files = [image for _, _, images in folders for image in images]
         self._count_others(len(files), left_out)
         self._tell_inner()
-        number = np.repeat(np.arange(len(folders), dtype=np.int32), counts)
-        return Files(str(self.root), self.bounds, folders, number, files, np.array(labels, np.uint32)[number])
+        number = np.repeat(np.arange(len(folders), dtype=np.int32), [len(images) for _, _, images in folders])
+        labels = np.array([label for label, _, _ in folders], np.uint32)[number]
+        return Files(str(self.root), self.bounds, [folder for _, folder, _ in folders], number, files, labels)
 
     def _count_others(self, num_images: int, left_out: LeftOut) -> None:
         for content in self.classes.values():

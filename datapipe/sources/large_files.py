@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..dataset.manifest import MANIFEST
 from ..errors import SourceError
-from ..split_names import split_words
+from ..split_names import list_some, split_words
 from .file_names import EXTENSIONS, is_hidden, is_image
 from .listing import Listing, folders_in, is_folder
 
@@ -89,8 +89,7 @@ def _check_below(path: Path, suffixes: tuple[str, ...]) -> None:
         what = f"its {suffixes[0]} files lie in {inner[0]}/{places[inner[0]]}"
         advice = f"move them into {path / inner[0]}, and those of the other folders likewise"
     elif len(inner) > 1:
-        more = f" and {len(inner) - _FOLDERS} others" if len(inner) > _FOLDERS else ""
-        what = f"{', '.join(inner[:_FOLDERS])}{more} hold a data set each"
+        what = f"{list_some(inner)} hold a data set each"
         advice = f"give one of them, such as {path / inner[0]}"
     elif inner:
         what, advice = f"its {suffixes[0]} files lie in {inner[0]}", f"give {path / inner[0]}"

@@ -167,7 +167,7 @@ def find_root(source: Path, folder: str, listing: Listing, seen: frozenset[str] 
     if not classes or (doubt and doubt.about == "parts"):
         return None
     if doubt is None or doubt.is_slight:
-        return Root([glob.escape(folder)], {folder: tree.filled()})
+        return Root([glob.escape(folder)], {folder: classes})
     if doubt.likely:
         return find_root(source, os.path.join(folder, doubt.likely), listing, seen)
     if doubt.about != "groups":
