@@ -76,13 +76,14 @@ def advise_tables(source: Path, listing: Listing) -> str:
             named = [f"--label-column {shlex.quote(column)}"] if column else []
             typed = " ".join(["--kind csv", *named, *filter(None, [of_splits])])
             return f"if {_have(list(by_name) if of_splits else tables)} their labels, type {typed}"
+    fault = _find_fault(source, listing) if listing.rule.patterns else faults[0]
     advice = f"write {_COLUMNS}, and give that"
-    if isinstance(faults[0], AmbiguousSplitError):
+    if isinstance(fault, AmbiguousSplitError):
         if len(tables) > 1:
-            advice = f"they have to be read with --kind csv and options: {faults[0].why}"
-    elif isinstance(faults[0], DatapipeError | SettingError):
-        fault = str(faults[0]).removeprefix(f"{source}: ").removeprefix(f"{source}/")
-        advice = f"--kind csv reads {'it' if len(tables) == 1 else 'them'} once this is settled: {fault}"
+            advice = f"they have to be read with --kind csv and options: {fault.why}"
+    elif isinstance(fault, DatapipeError | SettingError):
+        what = str(fault).removeprefix(f"{source}: ").removeprefix(f"{source}/")
+        advice = f"--kind csv reads {'it' if len(tables) == 1 else 'them'} once this is settled: {what}"
     return f"if {_have(tables)} their labels, {advice}"
 
 
