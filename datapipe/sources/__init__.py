@@ -171,7 +171,7 @@ def _advise_below(path: Path) -> str:
     for _ in range(_MAX_DEPTH):
         folders = [inner for folder in folders for inner in folders_below(folder)][:LOOKED_AT]
         for folder in folders:
-            with suppress(OSError, DatapipeError):
+            with suppress(OSError, DatapipeError):  # one that cannot be read is not advised
                 kind, _ = _detect(folder)
                 if kind != "imagefolder":
                     places.append(f"{kind} lies in {folder}")

@@ -91,7 +91,7 @@ class NamedImages:
         paths, folders, linked = [], [""], {real_path(self._folder)}
         while folders:
             inner = folders.pop()
-            with suppress(OSError), os.scandir(os.path.join(self._folder, inner)) as entries:
+            with suppress(OSError), os.scandir(os.path.join(self._folder, inner)) as entries:  # it has none
                 for entry in entries:
                     if is_hidden(entry.name):
                         continue

@@ -45,7 +45,7 @@ def folders_below(path: Path) -> list[Path]:
 
 
 def _holds_images(folder: Path) -> bool:
-    with suppress(OSError), os.scandir(folder) as entries:
+    with suppress(OSError), os.scandir(folder) as entries:  # then none can be read
         return any(is_image(entry.name) for entry in islice(entries, LOOKED_AT))
     return False
 

@@ -125,7 +125,7 @@ def advise_sorting(folder: Path, classes: Collection[str]) -> str:
 
     Its lines have an image and a class of train. The images lie in the folder, or in one below, such as `images`.
     """
-    with suppress(OSError):
+    with suppress(OSError):  # without what cannot be read there is no advice
         places = ["", *(entry.name for entry in os.scandir(folder) if entry.name.lower() in OF_IMAGES)]
         for name in sorted(name for name in os.listdir(folder) if name.lower().endswith(_LISTS)):
             with open(folder / name, encoding="utf-8", errors="replace") as file:
