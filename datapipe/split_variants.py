@@ -12,43 +12,38 @@ from typing import NamedTuple
 
 from .split_names import FOLD, HASH, SUFFIXES, WORD, cased_words, split_words
 
-COUNTERS = {"part", "parts", "shard", "shards", "chunk", "batch", "piece", "block", "volume", "vol", "of", "no", "nr"}
-LETTERS = re.compile("[a-z]|[a-f]{2}")  # that count, as numbers do: train_a.tar, train_ff.tar
-IDS = re.compile("[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|(?<![0-9A-Za-z])[0-9a-f]{12,}(?![0-9A-Za-z])")
+_COUNTERS = {"part", "parts", "shard", "shards", "chunk", "batch", "piece", "block", "volume", "vol", "of", "no", "nr"}
+_LETTERS = re.compile("[a-z]|[a-f]{2}")  # that count, as numbers do: train_a.tar, train_ff.tar
+_IDS = re.compile("[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|(?<![0-9A-Za-z])[0-9a-f]{12,}(?![0-9A-Za-z])")
 # Numbers that say what the images are, and not which of the parts it is: versions, sizes, shares.
-SAYING = re.compile(
+_SAYING = re.compile(
     r"(?:(?<![A-Za-z])[vV]|(?<=[a-z])V)(?i:(?:er(?:sion)?)?[-_.]?(?P<version>[0-9]+(?:\.[0-9]+)*))"
     r"|(?i:(?<![0-9])(?:[0-9]{2,4}x[0-9]{2,4}|[0-9]+[-_ ]?(?:percent|pct|px|%)|[0-9]+(?:p|k|m|shots?))(?![a-z0-9]))"
 )
 SIZES = frozenset(map(str, (28, 56, 200, 250, 299, 300, 331, 500, 600, 1000, 1080, *range(32, 2049, 16))))  # of images
-YEARS = frozenset(map(str, range(1990, 2040)))
+_YEARS = frozenset(map(str, range(1990, 2040)))
 
-Key = frozenset[str]  # what the names of a variant say beside the split
+_Key = frozenset[str]  # what the names of a variant say beside the split
 
 
 class Variants(NamedTuple):
     """Names of one split, by what they say that others do not; `are_doubtful`: it may be wrong to join them."""
 
-    groups: Mapping[Key, list[str]]
+    groups: Mapping[_Key, list[str]]
     are_doubtful: bool
 
 
 class _Said(NamedTuple):
-    words: Key
-    spelling: Key  # of the split's own words
+    words: _Key
+    spelling: _Key  # of the split's own words
     numbers: list[str]
 
 
 def find_variants(names: Sequence[str]) -> Variants | None:
-    """Find what the names of one split say beside the split, numbers and letters that count.
+    """Return what names of one split say beside the split, numbers and letters that count; None if all say the same.
 
-    Args:
-        names: Paths of files or folders, or values of a column.
-
-    Returns:
-        The groups, least said first; None if all say the same. Those are doubtful whose folder or file that is called
-        as the split differs, folds and versions, and those of which one says less than another; not `train/cat.tar` and
-        `train/dog.tar`.
+    Those groups are doubtful whose folder or file that is called as the split differs, folds and versions, and those of
+    which one says less than another; not `train/cat.tar` and `train/dog.tar`.
     """
     by_split = {name: _read("/".join(filter(split_words, name.split("/"))) or name) for name in names}
     whole = {name: _read(name) for name in names}
@@ -56,11 +51,11 @@ def find_variants(names: Sequence[str]) -> Variants | None:
     if len(groups) > 1:
         return Variants(groups, True)
     groups = _group(names, whole, ())
-    least = min(groups, key=len, default=Key())
+    least = min(groups, key=len, default=_Key())
     if len(groups) > 1:
         kinds = {frozenset(word for word in key if word[-1].isdigit()) for key in groups}
         return Variants(groups, len(kinds) > 1 or any(least < key for key in groups))
-    groups = _group(names, by_split, YEARS)
+    groups = _group(names, by_split, _YEARS)
     return Variants(groups, False) if len(groups) > 1 else None
 
 
@@ -72,31 +67,31 @@ def folds_in(names: Iterable[str]) -> list[str]:
 @lru_cache(1024)
 def _read(text: str) -> _Said:
     """Read what a part of a name says."""
-    text = HASH.sub(" ", IDS.sub(" ", text))
+    text = HASH.sub(" ", _IDS.sub(" ", text))
     words = {f"fold {match[1]}" for match in FOLD.finditer(text)}
-    words |= {f"v{match['version']}" if match["version"] else match[0].lower() for match in SAYING.finditer(text)}
-    text = SAYING.sub(" ", FOLD.sub(" ", text))
+    words |= {f"v{match['version']}" if match["version"] else match[0].lower() for match in _SAYING.finditer(text)}
+    text = _SAYING.sub(" ", FOLD.sub(" ", text))
     spelling = set()
     for word in cased_words(text):
         if match := WORD.fullmatch(word.lower()):
             spelling.add(word[: match.end(1)])
         else:
             words.add(word.lower())
-    counting = {word for word in words if LETTERS.fullmatch(word)} | COUNTERS | SUFFIXES
-    return _Said(Key(words - counting), Key(spelling), re.findall("[0-9]+", text))
+    counting = {word for word in words if _LETTERS.fullmatch(word)} | _COUNTERS | SUFFIXES
+    return _Said(_Key(words - counting), _Key(spelling), re.findall("[0-9]+", text))
 
 
-def _group(names: Sequence[str], said: Mapping[str, _Said], saying: Collection[str]) -> dict[Key, list[str]]:
+def _group(names: Sequence[str], said: Mapping[str, _Said], saying: Collection[str]) -> dict[_Key, list[str]]:
     """Group names by what they say, and by a number of which all are among those that say something."""
     are_spelt_alike = len({said[name].spelling for name in names}) == 1
-    groups: dict[Key, list[str]] = {}
+    groups: dict[_Key, list[str]] = {}
     for name in names:
-        groups.setdefault(said[name].words | (Key() if are_spelt_alike else said[name].spelling), []).append(name)
-    divided: dict[Key, list[str]] = {}
+        groups.setdefault(said[name].words | (_Key() if are_spelt_alike else said[name].spelling), []).append(name)
+    divided: dict[_Key, list[str]] = {}
     for key, its in groups.items():
         numbers = _saying_numbers([said[name].numbers for name in its], saying)
         for name, number in zip(its, numbers, strict=True):
-            divided.setdefault(key | Key(filter(None, [number])), []).append(name)
+            divided.setdefault(key | _Key(filter(None, [number])), []).append(name)
     return dict(sorted(divided.items(), key=lambda pair: len(pair[0])))
 
 

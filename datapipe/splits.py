@@ -13,17 +13,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .console import format_count
 from .errors import SettingError, SourceError
-from .split_names import GLUED, SPLIT_OF, TEST, TRAIN, VAL, naming_folder, own_splits, split_words
-from .split_patterns import NAMED, matches, split_options
+from .split_names import (
+    GLUED,
+    NAMED,
+    SPLIT_OF,
+    TEST,
+    TRAIN,
+    VAL,
+    list_some,
+    matches,
+    naming_folder,
+    own_splits,
+    split_options,
+    split_words,
+)
 from .split_variants import Variants, find_variants, folds_in
 
 logger = logging.getLogger(__name__)
 
 VAL_OR_TRAIN = "type --split val=. if its images are for validation, or --split train=. if they are for training"
 CHOOSE = "say with --split train=PATTERN and --split val=PATTERN what to take; the rest is left out"
-REST = "(patterns, any number of them); what no --split names is left out"
+_REST = "(patterns, any number of them); what no --split names is left out"
 
 Typed = Callable[[str], Sequence[str]]  # gives what `--split` names a part by
 
@@ -78,6 +89,10 @@ class SplitRule:
         cut = f"{source}/"
         return SplitRule(tuple((split, pattern.removeprefix(cut) or ".") for split, pattern in self.patterns))
 
+    def covers(self, names: Sequence[str]) -> bool:
+        """Whether each pattern names one of the names at least."""
+        return all(any(matches(name, pattern) for name in names) for _, pattern in self.patterns)
+
     def divide(self, names: Sequence[str], source: Path, typed: Typed = lambda name: [name]) -> dict[str, list[str]]:
         """Divide the parts of a data set, which are files or folders, by split.
 
@@ -102,7 +117,7 @@ class SplitRule:
         without = [name for name in names if not words[name]]
         if silent := [name for name in without if name not in speaking] or without:
             first = next(name for name in speaking if name not in silent)
-            why = f"{first} names a split, and {_list(silent)} {'do' if len(silent) > 1 else 'does'} not"
+            why = f"{first} names a split, and {list_some(silent)} {'do' if len(silent) > 1 else 'does'} not"
             known = {name: SPLIT_OF[[*words[name], TRAIN][0]] for name in names if name not in silent}
             known = {text: split for name, split in known.items() for text in typed(name)}
             raise AmbiguousSplitError(source, why, _advise(known, [text for name in silent for text in typed(name)]))
@@ -130,7 +145,7 @@ class SplitRule:
             if hits:
                 splits.setdefault(hits[0][0], []).append(name)
         if unused:
-            there = f"there is {_list(names)}" if names else "there is nothing that could be divided"
+            there = f"there is {list_some(names)}" if names else "there is nothing that could be divided"
             raise SettingError(f"split: {min(unused)!r} names nothing in {source}; {there}")
         return {split: splits[split] for split in (TRAIN, VAL) if split in splits}
 
@@ -166,18 +181,14 @@ def _check_variants(
 ) -> None:
     """Raise VariantsError if names of one split may be variants of each other; warn if they differ otherwise.
 
-    Args:
-        splits: The names of each split.
-        words: The words of splits in each name.
-        source: The data set, for messages.
-        typed: Function that returns the names by which `--split` selects a part.
+    `splits`: the names of each; `words`: those of splits in each name.
     """
     there = {split: names for split, names in splits.items() if split != TEST or VAL not in splits}
     variants = {split: its for split, names in there.items() if (its := find_variants(names))}
     if doubtful := {split: its for split, its in variants.items() if its.are_doubtful}:
         split, its = next(iter(doubtful.items()))
         first, second, *more = (names[0] for names in its.groups.values())
-        why = f"holds {f'{first} and {second}' if not more else _list([first, second, *more])}, all of {split}"
+        why = f"holds {f'{first} and {second}' if not more else list_some([first, second, *more])}, all of {split}"
         if words[first][-1] != words[second][-1]:
             why = f"holds both {words[first][-1]} ({first}) and {words[second][-1]} ({second}), which mean the same"
         elif len(folds := folds_in(there[split])) > 1:
@@ -186,7 +197,7 @@ def _check_variants(
     for split, its in variants.items():
         names = [names[0] for names in its.groups.values()]
         message = "%s: %s are joined for %s, though they are called differently: --split %s=PATTERN takes some of them"
-        logger.warning(message, source, _list(names), split, VAL if split == TEST else split)
+        logger.warning(message, source, list_some(names), split, VAL if split == TEST else split)
 
 
 def _advise_variants(
@@ -194,11 +205,7 @@ def _advise_variants(
 ) -> tuple[str, str]:
     """Say what to type to take one of the variants, and to take all.
 
-    Args:
-        there: The names of each split that is taken.
-        variants: Variants of the splits that have several.
-        splits: The names of all splits.
-        typed: Function that returns the names by which `--split` selects a part.
+    `there`: the names of each split that is taken, `splits`: of all; `variants`: those of the splits that have several.
     """
     groups = {split: its.groups for split, its in variants.items()}
     choices: list[Mapping[str, list[str]]] = []
@@ -221,24 +228,14 @@ def _advise_variants(
 
 
 def _advise(known: Mapping[str, str], silent: Sequence[str]) -> str:
-    """Say what to type where some names speak of no split.
-
-    Args:
-        known: The split of each name that does.
-        silent: The others.
-    """
+    """Say what to type where some names, given with their splits, speak of one, and others are silent."""
     splits = set(known.values())
     as_val = TEST if VAL not in splits else VAL  # a test split is val, if there is none
     groups = {TRAIN: [name for name in known if known[name] == TRAIN]}
     groups[VAL] = [name for name in known if known[name] == as_val]
     if groups[TRAIN] and groups[VAL]:
         options = split_options(groups, [*silent, *(name for name in known if known[name] not in (TRAIN, as_val))])
-        return f"type {options} {REST}" if options else CHOOSE
+        return f"type {options} {_REST}" if options else CHOOSE
     other = VAL if groups[TRAIN] else TRAIN
     options = split_options({split: its or list(silent) for split, its in groups.items()}, [])
-    return f"if they are {other} type {options} {REST}" if options else CHOOSE
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {format_count(len(names) - NAMED, 'other')}" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    return f"if they are {other} type {options} {_REST}" if options else CHOOSE

@@ -28,7 +28,7 @@ from ..dataset.index import sample_checksum
 from ..errors import DatapipeError, SourceError
 from ..images import Buffer
 from ..images.codec import ImageHeader
-from ..sources.files import Files
+from ..sources.samples import Files
 from .budget import Budget
 from .options import PackOptions
 from .pace import Access, Pace

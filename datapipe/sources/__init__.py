@@ -26,27 +26,27 @@ from ..checks import did_you_mean
 from ..console import format_count, format_some
 from ..errors import DatapipeError, SettingError, SourceError, WrongPathError
 from ..images import Buffer
-from ..images.codec import encode_png
 from ..names import KINDS
 from ..splits import SplitRule
 from .file_names import advise
 from .large_files import advise_kind
 from .listing import Listing
 from .roots import LOOKED_AT, class_folder, folders_below
+from .samples import Pixels
 
 logger = logging.getLogger(__name__)
 
 MODULES = tuple(dict.fromkeys(KINDS.values()))  # in the order in which `auto` asks them
 # The classes of samples, module and name, by what saved plans call them: nothing is imported by a name from a file.
 SAMPLES = {
-    "files": ("files", "Files"),
-    "slices": ("archive_members", "ArchiveMembers"),
-    "rows": ("parquet_rows", "ParquetRows"),
-    "pixels": ("", "Pixels"),
+    "files": ("samples", "Files"),
+    "slices": ("samples", "ArchiveMembers"),
+    "rows": ("parquet", "ParquetRows"),
+    "pixels": ("samples", "Pixels"),
     "packed": ("packed", "PackedSamples"),
 }
-NAMED = 5  # classes that a message names
-MAX_DEPTH = 3  # of folders in which a data set of another kind is looked for
+_NAMED = 5  # classes that a message names
+_MAX_DEPTH = 3  # of folders in which a data set of another kind is looked for
 
 
 class Samples(Protocol):
@@ -98,46 +98,6 @@ class Source:
     ordered: bool = False
 
 
-@dataclass(frozen=True)
-class Pixels:
-    """Samples held in memory as uint8[N, H, W] or [N, H, W, 3], to be packed as PNG."""
-
-    origin: str
-    names: list[str]
-    labels: np.ndarray
-    pixels: np.ndarray
-    blocks: None = None
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def where(self, i: int) -> str:
-        return f"{self.origin}, image {self.names[i]}"
-
-    def size_bytes(self, i: int) -> int:
-        return len(encode_png(self.pixels[i]))
-
-    def read(self, i: int, buffer: memoryview) -> bytes:
-        return encode_png(self.pixels[i])
-
-    def close(self) -> None:
-        pass
-
-
-def numbered(origin: str, labels: np.ndarray, pixels: np.ndarray) -> Pixels:
-    """Name images by their place in the source.
-
-    Args:
-        origin: The source, for messages.
-        labels: Integers[N], the class of each image.
-        pixels: Pixels of the images, uint8[N, H, W] or [N, H, W, 3].
-
-    Returns:
-        The samples.
-    """
-    return Pixels(origin, [f"{i:05d}" for i in range(len(labels))], labels.astype(np.uint32), pixels)
-
-
 def open_source(
     path: Path,
     kind: str = "auto",
@@ -149,22 +109,18 @@ def open_source(
     strict: bool = False,
     left_out: Path | None = None,
 ) -> Source:
-    """List the samples of a raw data set.
+    """Return the samples of a raw data set by split, and its classes.
 
     Args:
         path: A folder or a file.
         kind: Kind of the source, one of `names.KINDS`, or "auto" to look.
         outside: Whether to follow links and paths that lead out of `path`; else they are refused.
-        splits: Splits and patterns of what belongs to them, such as "val=holdout-*.tar"; none: what the names say (see
-            `splits`).
+        splits: Splits and patterns of what belongs to them, such as "val=holdout-*.tar"; none: see `splits`.
         labels: Meaning of the labels in tables and archives, one of `names.LABELS` (see `labels.number_labels`).
         label_column: The column of a table's labels; None: as it is usually called.
         path_column: The column of a CSV table's paths; None: as it is usually called.
         strict: Whether to refuse to leave anything out.
         left_out: A file to list what is left out in, as lines of JSON; None: the log alone names some of it.
-
-    Returns:
-        The samples by split, and the classes.
 
     Raises:
         SourceError: There is nothing of this kind, it cannot be read, or can be read in two ways.
@@ -175,10 +131,8 @@ def open_source(
         raise SettingError(f"kind: {kind!r} is not one of auto, {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
     if not path.exists():
         raise WrongPathError("does not exist", path=path)
-    if is_found := kind == "auto":
-        kind, module = next((kind, m) for m in map(_module, MODULES) if (kind := m.detect(path)))
-    else:
-        module = _module(KINDS[kind])
+    is_found = kind == "auto"
+    kind, module = _detect(path) if is_found else (kind, _module(KINDS[kind]))
     listing = Listing(outside, SplitRule.parse(splits).below(path), labels, label_column, path_column)
     listing.check_columns(kind, path)
     try:
@@ -189,33 +143,42 @@ def open_source(
         raise
     if left_out is not None:
         listing.left_out.write(path, left_out)
-    for name, samples in source.splits.items():
-        if not len(samples):
-            more = f"; left out: {'; '.join(lines)}" if (lines := listing.left_out.lines(path)) else ""
-            others = chain.from_iterable(listing.left_out.paths(path).values())
-            advice = (advise_kind(path) + _advise_below(path) if is_found else "") or advise(others)
-            raise SourceError(f"split {name} holds no images{more}{advice}", path=path)
+    _check_images(path, source, listing, is_found)
     _check_names(path, source)
     _check_classes(path, source)
     listing.report(path, strict)
     return source
 
 
+def _detect(path: Path) -> tuple[str, ModuleType]:
+    """Find the kind of a data set, and its module."""
+    return next((kind, module) for module in map(_module, MODULES) if (kind := module.detect(path)))
+
+
+def _check_images(path: Path, source: Source, listing: Listing, is_found: bool) -> None:
+    """Raise SourceError for a split without images."""
+    if empty := next((name for name, samples in source.splits.items() if not len(samples)), None):
+        more = f"; left out: {'; '.join(lines)}" if (lines := listing.left_out.lines(path)) else ""
+        others = chain.from_iterable(listing.left_out.paths(path).values())
+        advice = (advise_kind(path) + _advise_below(path) if is_found else "") or advise(others)
+        raise SourceError(f"split {empty} holds no images{more}{advice}", path=path)
+
+
 def _advise_below(path: Path) -> str:
     """Say which folder below one without images holds a data set of another kind, such as MNIST/raw; "": none."""
     folders = [path]
     places: list[str] = []
-    for _ in range(MAX_DEPTH):
+    for _ in range(_MAX_DEPTH):
         folders = [inner for folder in folders for inner in folders_below(folder)][:LOOKED_AT]
         for folder in folders:
-            with suppress(OSError, DatapipeError):
-                kind = next(kind for module in map(_module, MODULES) if (kind := module.detect(folder)))
+            with suppress(OSError, DatapipeError):  # one that cannot be read is not advised
+                kind, _ = _detect(folder)
                 if kind != "imagefolder":
                     places.append(f"{kind} lies in {folder}")
         if places:
             break
     if len(places) > 1:
-        return f"; data sets of several kinds or places: {', '.join(places[:NAMED])}: give one of them"
+        return f"; data sets of several kinds or places: {', '.join(places[:_NAMED])}: give one of them"
     return f"; a data set of the kind {places[0]}: give that" if places else ""
 
 
@@ -255,7 +218,7 @@ def _check_classes(path: Path, source: Source) -> None:
 
 
 def _named(source: Source, labels: list[int]) -> str:
-    return format_some([source.classes[label] for label in labels], NAMED)
+    return format_some([source.classes[label] for label in labels], _NAMED)
 
 
 def place_in_source(samples: Samples, where: str) -> str:

@@ -14,29 +14,31 @@ from typing import Any
 import numpy as np
 
 from ..errors import SourceError
-from . import Source, class_folder, numbered
+from . import Source
 from .file_names import is_hidden
 from .listing import Listing, is_folder
 from .pickled import Array, read_pickle
+from .roots import class_folder
+from .samples import numbered
 from .unpacked import members, read_file
 
-SIDE = 32
-IMAGE_BYTES = 3 * SIDE * SIDE
-BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
+_SIDE = 32
+_IMAGE_BYTES = 3 * _SIDE * _SIDE
+_BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
 _Layout = tuple[tuple[str, ...], tuple[str, ...], str]  # files of the train split, of the test split, of class names
 # By kind and version.
-LAYOUTS: dict[tuple[str, str], _Layout] = {
-    ("cifar10", "python"): (BATCHES, ("test_batch",), "batches.meta"),
-    ("cifar10", "binary"): (tuple(f"{name}.bin" for name in BATCHES), ("test_batch.bin",), "batches.meta.txt"),
+_LAYOUTS: dict[tuple[str, str], _Layout] = {
+    ("cifar10", "python"): (_BATCHES, ("test_batch",), "batches.meta"),
+    ("cifar10", "binary"): (tuple(f"{name}.bin" for name in _BATCHES), ("test_batch.bin",), "batches.meta.txt"),
     ("cifar100", "python"): (("train",), ("test",), "meta"),
     ("cifar100", "binary"): (("train.bin",), ("test.bin",), "fine_label_names.txt"),
 }
-BESIDE = {"file.txt~", "coarse_label_names.txt"}  # what the archives hold, too, and no class or image
+_BESIDE = {"file.txt~", "coarse_label_names.txt"}  # what the archives hold, too, and no class or image
 # What the archives are called, and the folders that they become.
-ARCHIVE = re.compile(r"cifar-100?-(python|binary)\.(tar|tgz|tar\.[a-z0-9]+)")
-FOLDER = re.compile(r"cifar-10-batches-(py|bin)|cifar-100-(python|binary)")
-NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
-MAX_BYTES = 1 << 30  # of all files in an archive, which has 180 MB, or of a file in a folder
+_ARCHIVE = re.compile(r"cifar-100?-(python|binary)\.(tar|tgz|tar\.[a-z0-9]+)")
+_FOLDER = re.compile(r"cifar-10-batches-(py|bin)|cifar-100-(python|binary)")
+_NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
+_MAX_BYTES = 1 << 30  # of all files in an archive, which has 180 MB, or of a file in a folder
 
 
 def detect(path: Path) -> str | None:
@@ -44,7 +46,7 @@ def detect(path: Path) -> str | None:
         return None
     archive = _Archive(path)
     names = {Path(name).name for name, _ in archive.files(set())}
-    kind, version = next((place for place, layout in LAYOUTS.items() if _has(names, layout)), (None, ""))
+    kind, version = next((place for place, layout in _LAYOUTS.items() if _has(names, layout)), (None, ""))
     if (kind, version) == ("cifar100", "python") and archive.path.is_dir() and class_folder(archive.path):
         return None  # lists called train, test and meta are as likely as its files
     return kind
@@ -58,7 +60,7 @@ def _has(names: Set[str], layout: _Layout) -> bool:
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
     listing.refuse_options(kind)
-    layouts = {version: layout for (name, version), layout in LAYOUTS.items() if name == kind}
+    layouts = {version: layout for (name, version), layout in _LAYOUTS.items() if name == kind}
     archive = _Archive(path)
     content = archive.read({name for train, test, meta in layouts.values() for name in (*train, *test, meta)})
     version = next((version for version, layout in layouts.items() if _has(content.keys(), layout)), None)
@@ -90,10 +92,10 @@ class _Archive:
         if path.is_dir():
             entries = [entry for entry in os.scandir(path) if not is_hidden(entry.name)]
             inner = [entry.name for entry in entries if entry.name.startswith("cifar-") and is_folder(entry)]
-            archives = [entry.name for entry in entries if ARCHIVE.fullmatch(entry.name)]
+            archives = [entry.name for entry in entries if _ARCHIVE.fullmatch(entry.name)]
             if archives and not any(map(is_folder, entries)):
                 inner = archives
-            if len(inner) > 1 and all(FOLDER.fullmatch(name) or ARCHIVE.fullmatch(name) for name in inner):
+            if len(inner) > 1 and all(_FOLDER.fullmatch(name) or _ARCHIVE.fullmatch(name) for name in inner):
                 raise SourceError(f"holds several data sets, {', '.join(sorted(inner))}: give one of them", path=path)
             self.path = path / inner[0] if len(inner) == 1 else path
         self._others: set[str] = set()  # paths of what was not asked for
@@ -102,13 +104,13 @@ class _Archive:
     def files(self, names: Set[str]) -> Iterator[tuple[str, bytes | None]]:
         """Yield the path of each file below the folder or in the archive, and the content of those asked for."""
         if not self.path.is_dir():
-            yield from members(str(self.path), None, names, MAX_BYTES)
+            yield from members(str(self.path), None, names, _MAX_BYTES)
             return
         with os.scandir(self.path) as entries:
             files = sorted(entry.name for entry in entries if not is_folder(entry))
         for name in files:
             is_read = name in names and (self.path / name).is_file()
-            yield name, read_file(str(self.path / name), None, MAX_BYTES) if is_read else None
+            yield name, read_file(str(self.path / name), None, _MAX_BYTES) if is_read else None
 
     def read(self, names: Set[str]) -> dict[str, bytes]:
         """Read the files of some names, whatever folder of the archive they are in."""
@@ -123,17 +125,12 @@ class _Archive:
         return contents
 
     def count_others(self, known: Set[str], listing: Listing) -> None:
-        """Count what was not read, or is not known.
-
-        Args:
-            known: Names of the files that images and classes come from.
-            listing: Listing to which what is left out is added.
-        """
+        """Count what was not read, or is not `known`: the names of the files that images and classes come from."""
         reason = "beside the files of CIFAR"
         if self.path.is_dir():
-            listing.left_out.add_entries(self.path, reason, known | BESIDE)
+            listing.left_out.add_entries(self.path, reason, known | _BESIDE)
         else:
-            others = {*(name for name in self._others if Path(name).name not in BESIDE), *(self._read - known)}
+            others = {*(name for name in self._others if Path(name).name not in _BESIDE), *(self._read - known)}
             listing.left_out.add_members(str(self.path), [(reason, name) for name in others])
         if self.path != self.source:
             listing.left_out.add_entries(self.source, reason, {self.path.name})
@@ -165,8 +162,8 @@ def _parse_python(where: str, kind: str, data: bytes) -> tuple[np.ndarray, np.nd
     except ValueError as error:
         raise SourceError(f"is not a CIFAR pickle: {error}", path=where) from error
     if isinstance(labels, list):
-        if not all(type(label) is int and 0 <= label < NUM_CLASSES[kind] for label in labels):
-            raise SourceError(f"holds labels out of 0 to {NUM_CLASSES[kind] - 1}", path=where)
+        if not all(type(label) is int and 0 <= label < _NUM_CLASSES[kind] for label in labels):
+            raise SourceError(f"holds labels out of 0 to {_NUM_CLASSES[kind] - 1}", path=where)
         labels = np.array(labels, np.int64)
     if not isinstance(labels, np.ndarray):
         raise SourceError("holds no labels", path=where)
@@ -175,21 +172,21 @@ def _parse_python(where: str, kind: str, data: bytes) -> tuple[np.ndarray, np.nd
 
 def _parse_binary(where: str, kind: str, data: bytes) -> tuple[np.ndarray, np.ndarray]:
     label_bytes = 1 if kind == "cifar10" else 2  # CIFAR-100: coarse, then fine
-    if len(data) % (label_bytes + IMAGE_BYTES):
+    if len(data) % (label_bytes + _IMAGE_BYTES):
         raise SourceError(f"is truncated: {len(data)} bytes are not a whole number of records", path=where)
-    records = np.frombuffer(data, np.uint8).reshape(-1, label_bytes + IMAGE_BYTES)
+    records = np.frombuffer(data, np.uint8).reshape(-1, label_bytes + _IMAGE_BYTES)
     return _checked(where, kind, records[:, label_bytes - 1], records[:, label_bytes:])
 
 
 def _checked(where: str, kind: str, labels: np.ndarray, rows: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return labels[N], and pixels as uint8[N, 32, 32, 3] from rows of 3,072 bytes: red, green and blue planes."""
-    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != (labels.size, IMAGE_BYTES):
-        raise SourceError(f"does not hold {labels.size} images of {IMAGE_BYTES} bytes", path=where)
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != (labels.size, _IMAGE_BYTES):
+        raise SourceError(f"does not hold {labels.size} images of {_IMAGE_BYTES} bytes", path=where)
     if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.size == 0:
         raise SourceError("holds no labels", path=where)
-    if not 0 <= labels.min() <= labels.max() < NUM_CLASSES[kind]:
-        raise SourceError(f"holds labels out of 0 to {NUM_CLASSES[kind] - 1}", path=where)
-    return labels, np.ascontiguousarray(rows.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1))
+    if not 0 <= labels.min() <= labels.max() < _NUM_CLASSES[kind]:
+        raise SourceError(f"holds labels out of 0 to {_NUM_CLASSES[kind] - 1}", path=where)
+    return labels, np.ascontiguousarray(rows.reshape(-1, 3, _SIDE, _SIDE).transpose(0, 2, 3, 1))
 
 
 def _class_names(path: Path, kind: str, version: str, data: bytes) -> list[str]:
@@ -200,6 +197,6 @@ def _class_names(path: Path, kind: str, version: str, data: bytes) -> list[str]:
         names = data.decode("latin1").split()
     names = [_text(name) for name in names] if isinstance(names, list) else names
     is_list = isinstance(names, list) and all(type(name) is str for name in names)
-    if not is_list or len(names) != NUM_CLASSES[kind]:
-        raise SourceError(f"does not name the {NUM_CLASSES[kind]} classes of {kind}", path=path)
+    if not is_list or len(names) != _NUM_CLASSES[kind]:
+        raise SourceError(f"does not name the {_NUM_CLASSES[kind]} classes of {kind}", path=path)
     return names

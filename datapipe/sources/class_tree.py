@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,16 +17,17 @@ from ..errors import SourceError
 from ..fsio import side_by_side
 from .class_folders import Doubt, doubt_root
 from .file_names import EXTENSIONS, advise, is_harmless, is_hidden, is_image, may_have_labels
-from .files import Files
 from .labels import SAME_LOOK, alike
 from .listing import HIDDEN, LeftOut, is_folder
-from .paths import follow, is_inside, opened, real_path, real_path_of, refused
+from .paths import follow, is_inside, open_checked, real_path, real_path_of, refused
+from .samples import Files
 
 logger = logging.getLogger(__name__)
 
 LAYOUT = "expected class/image.jpg, or train/class/image.jpg and val/class/image.jpg"
-MAX_DEPTH = 100  # of folders in a class folder
-LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NOT_NAMED = f"not named {', '.join(EXTENSIONS)}"
+_MAX_DEPTH = 100  # of folders in a class folder
+_LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class RootError(SourceError):
@@ -44,10 +46,17 @@ class _Class:
     """What lies in and below a class folder."""
 
     folders: list[tuple[str, list[str]]] = field(default_factory=list)  # path from the root, names of the images
-    others: list[str] = field(default_factory=list)  # paths of files that are not images
-    hidden: list[str] = field(default_factory=list)  # paths of folders and images that are hidden
-    circles: list[str] = field(default_factory=list)  # paths of links to a folder that they lie in
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # paths, by reason
     links: dict[str, str] = field(default_factory=dict)  # to folders, and the real paths that they lead to
+
+    @property
+    def others(self) -> list[str]:
+        """The paths of files that are not images."""
+        return self.left_out.get(_NOT_NAMED, [])
+
+    def leave_out(self, path: str, reason: str) -> None:
+        """Note what is not taken."""
+        self.left_out.setdefault(reason, []).append(path)
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class ClassTree:
 
     @classmethod
     def scan(cls, root: Path, bounds: str | None, left_out: LeftOut) -> ClassTree:
-        """List each folder once.
+        """Return the class folders in a folder, each listed once.
 
         A name alone decides what is an image: on filesystems that list no types, to ask takes a request per file.
 
@@ -73,14 +82,11 @@ class ClassTree:
             bounds: The folder that links must not leave; None: they may lead anywhere.
             left_out: Record to which other entries are added.
 
-        Returns:
-            The class folders.
-
         Raises:
             RootError: There are none, or images beside them.
             SourceError: Links lead out of `bounds`.
         """
-        with opened(str(root), bounds) as fd:
+        with open_checked(str(root), bounds) as fd:
             with refused(str(root)):
                 entries = sorted(os.scandir(fd), key=lambda entry: entry.name)
             names = [entry.name for entry in entries if not is_hidden(entry.name)]
@@ -109,8 +115,8 @@ class ClassTree:
             for name, content in tree.classes.items():
                 joined = classes.setdefault(name, _Class())
                 joined.folders.extend((f"{above}/{folder}", images) for folder, images in content.folders)
-                for kind in ("others", "hidden", "circles"):
-                    getattr(joined, kind).extend(f"{above}/{path}" for path in getattr(content, kind))
+                for reason, paths in content.left_out.items():
+                    joined.left_out.setdefault(reason, []).extend(f"{above}/{path}" for path in paths)
                 joined.links.update((f"{above}/{path}", real) for path, real in content.links.items())
         return cls(source, trees[0].bounds, dict(sorted(classes.items())))
 
@@ -131,14 +137,14 @@ class ClassTree:
 
     def _tell_inner(self) -> None:
         """Warn of folders within class folders that have images of their own: masks and thumbnails lie so, too."""
-        inner: dict[str, int] = {}  # images by the name of their folder
+        inner: Counter[str] = Counter()  # images by the name of their folder
         for content in self.classes.values():
             with_images = {path for path, _ in content.folders}
             for path, images in content.folders:
                 if any(str(above) in with_images for above in PurePosixPath(path).parents):
-                    inner[os.path.basename(path)] = inner.get(os.path.basename(path), 0) + len(images)
+                    inner[os.path.basename(path)] += len(images)
         if inner:
-            total = format_count(sum(inner.values()), "image is taken", "images are taken")
+            total = format_count(inner.total(), "image is taken", "images are taken")
             where = f"folders within class folders that have images themselves ({format_some(sorted(inner))})"
             logger.warning("%s: %s from %s", self.root, total, where)
 
@@ -149,32 +155,21 @@ class ClassTree:
             if pair := alike([*unknown, *label_of]):
                 message += f"; {pair[0]!a} and {pair[1]!a} {SAME_LOOK}"
             raise SourceError(message, path=self.root)
-        folders: list[str] = []
-        files: list[str] = []
-        labels: list[int] = []  # of each folder
-        counts: list[int] = []
-        for name in sorted(self.classes, key=label_of.__getitem__):
-            for folder, images in self.classes[name].folders:
-                folders.append(folder)
-                labels.append(label_of[name])
-                counts.append(len(images))
-                files += images
+        by_label = sorted((label_of[name], content.folders) for name, content in self.classes.items())
+        folders = [(label, folder, images) for label, inside in by_label for folder, images in inside]
+        files = [image for _, _, images in folders for image in images]
         self._count_others(len(files), left_out)
         self._tell_inner()
-        number = np.repeat(np.arange(len(folders), dtype=np.int32), counts)
-        return Files(str(self.root), self.bounds, folders, number, files, np.array(labels, np.uint32)[number])
+        number = np.repeat(np.arange(len(folders), dtype=np.int32), [len(images) for _, _, images in folders])
+        labels = np.array([label for label, _, _ in folders], np.uint32)[number]
+        return Files(str(self.root), self.bounds, [folder for _, folder, _ in folders], number, files, labels)
 
     def _count_others(self, num_images: int, left_out: LeftOut) -> None:
-        not_named = f"not named {', '.join(EXTENSIONS)}"
         for content in self.classes.values():
-            for reason, paths in (
-                (not_named, content.others),
-                (HIDDEN, content.hidden),
-                ("a link to a folder that it lies in", content.circles),
-            ):
+            for reason, paths in content.left_out.items():
                 left_out.add_all((f"{self.root}/{path}" for path in paths), reason)
         if sum(len(content.others) for content in self.classes.values()) > num_images:
-            logger.warning("%s: most of its files are %s: is it the right folder?", self.root, not_named)
+            logger.warning("%s: most of its files are %s: is it the right folder?", self.root, _NOT_NAMED)
 
 
 def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Class | None:
@@ -183,42 +178,34 @@ def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Cla
         real_bounds = bounds and real_path(bounds)
         content = _Class()
         try:
-            fd = os.open(name, LIST_FLAGS, dir_fd=root_fd)
+            fd = os.open(name, _LIST_FLAGS, dir_fd=root_fd)
         except NotADirectoryError:  # a file, or a link
             if not os.path.isdir(real_path(name, root_fd)):
                 return None
             content.links[name] = follow(name, real_bounds, root_fd)
-            fd = os.open(content.links[name], LIST_FLAGS)
+            fd = os.open(content.links[name], _LIST_FLAGS)
         _list_folder([fd], name, real_bounds, content)
     return content
 
 
 def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: _Class) -> None:
-    """Add what lies in and below a folder to `content`, and close it.
+    """Add what lies in and below a folder, given open behind those that it lies in, to `content`, and close it.
 
     Folders below are opened relative to it, which takes one look-up instead of one per part of the path. Links to
-    folders are followed, unless they lead to one that they lie in.
-
-    Args:
-        fds: The folder, given open, behind those that it lies in.
-        folder: Path of the folder from the root.
-        real_bounds: The folder that links must not leave; None: links may lead anywhere.
-        content: Content of the class folder, to which what is found is added.
-
-    Raises:
-        ValueError: Folders lie too deep, since a descriptor of each folder above stays open; or a link leads out.
+    folders are followed, unless they lead to one that they lie in. Raises ValueError if a link leaves the bounds, or
+    folders lie too deep: a descriptor of each folder above stays open.
     """
     fd = fds[-1]
     images, folders, links = list[str](), list[str](), list[str]()
     try:
-        if len(fds) > MAX_DEPTH:
-            raise ValueError(f"holds folders more than {MAX_DEPTH} deep")
+        if len(fds) > _MAX_DEPTH:
+            raise ValueError(f"holds folders more than {_MAX_DEPTH} deep")
         with os.scandir(fd) as entries:
             for entry in entries:
                 name = entry.name
                 if is_hidden(name):
                     if not is_harmless(name) or entry.is_dir(follow_symlinks=False):
-                        content.hidden.append(f"{folder}/{name}")
+                        content.leave_out(f"{folder}/{name}", HIDDEN)
                 elif is_image(name):
                     images.append(name)
                 elif entry.is_dir(follow_symlinks=False):
@@ -226,7 +213,7 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
                 elif entry.is_symlink() and is_folder(entry):
                     links.append(name)
                 else:
-                    content.others.append(f"{folder}/{name}")
+                    content.leave_out(f"{folder}/{name}", _NOT_NAMED)
         if images:
             content.folders.append((folder, sorted(images)))
         for name in sorted(folders + links):
@@ -234,12 +221,12 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
             if name in links:
                 real = follow(name, real_bounds, fd)
                 if any(is_inside(real_path_of(above), real) for above in fds):
-                    content.circles.append(path)
+                    content.leave_out(path, "a link to a folder that it lies in")
                     continue
                 content.links[path] = real
-                inside = os.open(real, LIST_FLAGS)
+                inside = os.open(real, _LIST_FLAGS)
             else:
-                inside = os.open(name, LIST_FLAGS, dir_fd=fd)
+                inside = os.open(name, _LIST_FLAGS, dir_fd=fd)
             _list_folder([*fds, inside], path, real_bounds, content)
     finally:
         os.close(fd)

@@ -1,8 +1,8 @@
 """A CSV table of image files and labels: one file, or a folder with a table for each split.
 
-How its text is read says `table_text`, which columns are of paths and labels `table_columns`. A column of splits says
-which split a row belongs to, or the file's name, or else the paths (see `parts`). Paths begin in the table's folder;
-`table_images` finds the images of those that do not.
+How its text is read, and which columns are of paths and labels, says `tables`. A column of splits says which split a
+row belongs to, or the file's name, or else the paths (see `parts`). Paths begin in the table's folder; `named_images`
+finds the images of those that do not.
 """
 
 from __future__ import annotations
@@ -19,44 +19,38 @@ import numpy as np
 
 from ..console import format_count, format_some, printable
 from ..errors import SourceError
-from ..split_names import SPLIT_OF, TRAIN, own_splits, split_words
+from ..split_names import TRAIN, own_splits, split_words, splits_of
 from ..splits import AmbiguousSplitError
 from . import Source
-from .file_names import TEXT_TABLES, is_hidden, is_submission
-from .files import Files
+from .file_names import TEXT_TABLES
 from .labels import check_same_classes, number_labels
 from .listing import Listing
-from .parts import Listed, choose_files, divide, pick
-from .paths import is_inside, opened, real_path
+from .named_images import NamedImages, describe_doubt, lists_of_rows
+from .parts import Listed, divide_samples, pick
+from .paths import is_inside, open_checked, real_path
+from .samples import Files
+from .shard_names import choose_files
 from .split_columns import Columns, Part, Said
 from .split_paths import Paths
-from .table_columns import LABELS, PATHS, Header, find_columns
-from .table_images import NamedImages, describe_doubt
-from .table_text import read_rows
-from .tables_beside import lists_of_rows
+from .tables import LABELS, PATHS, Header, find_columns, read_rows, tables_in
 
 logger = logging.getLogger(__name__)
 
-LEADS_OUT = "leads out of the source; --outside follows it"
-LOOKED_AT = 8  # rows of a table, to see which columns are which, and whether paths name files
+_LEADS_OUT = "leads out of the source; --outside follows it"
+_LOOKED_AT = 8  # rows of a table, to see which columns are which, and whether paths name files
 
 
 def detect(path: Path) -> str | None:
     if not path.is_dir():
         return "csv" if path.name.lower().endswith(TEXT_TABLES) else None
-    words = list(map(split_words, _tables(path)))
-    return "csv" if words and all(words) and any(SPLIT_OF[word] == TRAIN for word in chain(*words)) else None
-
-
-def _tables(folder: Path) -> list[str]:
-    names = (entry.name for entry in os.scandir(folder))
-    return sorted(n for n in names if n.lower().endswith(TEXT_TABLES) and not is_hidden(n) and not is_submission(n))
+    splits = list(map(splits_of, tables_in(path)))
+    return "csv" if splits and all(splits) and TRAIN in set().union(*splits) else None
 
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
     folder = path if path.is_dir() else path.parent
-    reader = _Reader(str(folder), None if listing.outside else str(folder), listing)
-    tables = _tables(path) if path.is_dir() else [path.name]
+    reader = _Reader(str(folder), listing.bounds(folder), listing)
+    tables = tables_in(path) if path.is_dir() else [path.name]
     if not tables:
         raise SourceError("holds no .csv or .tsv files", path=path)
     files = choose_files(tables, listing, path)
@@ -65,7 +59,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     if not reader.files:
         raise SourceError("holds no rows", path=path)
     listed = reader.listed(folder)
-    picked = divide(listed, files, listing, path)
+    picked = divide_samples(listed, files, listing, path)
     if list(picked) == [TRAIN] and not (listing.rule.patterns or own_splits(path) or any(map(split_words, files))):
         _check_lists(path, folder, reader.files)
     texts = {split: pick(reader.labels, rows) for split, rows in picked.items()}
@@ -147,20 +141,12 @@ class _Reader:
         self._doubtful: dict[int, tuple[str, list[str]]] = {}  # rows whose name is not one image's: what it may mean
 
     def read(self, table: Path, bounds: str | None) -> None:
-        """Add the rows of a table.
-
-        Args:
-            table: The file.
-            bounds: The folder that it must lie in; None: any.
-
-        Raises:
-            SourceError: The table cannot be read, or names paths that lead out of the source.
-        """
+        """Add the rows of a table, which must lie in `bounds`. Raises SourceError."""
         first_row = len(self.files)
         self._leading_out = None
-        with opened(str(table), bounds) as fd, open(fd, "rb", closefd=False) as file:
+        with open_checked(str(table), bounds) as fd, open(fd, "rb", closefd=False) as file:
             rows = read_rows(table, file)
-            first = list(islice(rows, 1 + LOOKED_AT))
+            first = list(islice(rows, 1 + _LOOKED_AT))
             try:
                 header = find_columns([row for _, row in first], self._listing, self._count_images)
             except ValueError as error:
@@ -173,7 +159,7 @@ class _Reader:
             self._add_rows(table, header, chain(first[header.is_named :], rows))
         if not self._find_images(table, first_row) and self._leading_out:
             line, path = self._leading_out
-            why = LEADS_OUT if os.path.lexists(path) else "leads out of the source, and names no file there"
+            why = _LEADS_OUT if os.path.lexists(path) else "leads out of the source, and names no file there"
             raise SourceError(f"line {line}: {path} {why}", path=table)
 
     def _add_rows(self, table: Path, header: Header, rows: Iterable[tuple[int, list[str]]]) -> None:
@@ -211,8 +197,7 @@ class _Reader:
     def _find_images(self, table: Path, start: int) -> bool:
         """Replace the names in a table's rows, from `start`, by the images' paths, if none of the first is a path.
 
-        Returns:
-            Whether they were replaced.
+        Returns whether they were replaced.
         """
         folders = list(self._folders)
 
@@ -220,7 +205,7 @@ class _Reader:
             pairs = zip(self._folder[start:end], self.files[start:end], strict=True)
             return [os.path.join(folders[at], file) for at, file in pairs]
 
-        first = list_names(start + LOOKED_AT)
+        first = list_names(start + _LOOKED_AT)
         if not first or any(os.path.lexists(os.path.join(self._roots[0], name)) for name in first):
             return False
         names = list_names(None)
@@ -286,5 +271,5 @@ class _Reader:
             root = next((root for root in self._roots if is_inside(path, root)), None)
             path = path if root is None else os.path.relpath(path, root)
         if self.bounds is not None and path.split("/", 1)[0] == "..":
-            raise ValueError(f"{path} {LEADS_OUT}")
+            raise ValueError(f"{path} {_LEADS_OUT}")
         return path

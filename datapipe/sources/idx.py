@@ -20,15 +20,16 @@ import numpy as np
 from ..errors import SourceError
 from ..memory import allowed_bytes
 from ..splits import VariantsError
-from . import Pixels, Source, numbered
+from . import Source
 from .file_names import is_hidden
 from .labels import number_labels
 from .listing import Listing
-from .paths import opened
+from .paths import open_checked
+from .samples import Pixels, numbered
 
-IMAGES = re.compile(r".+-images[-.]idx3-ubyte(\.gz)?")
-UNSIGNED_BYTE = 0x08
-MAX_GZIP_RATIO = 1032  # deflate: 258 bytes for 2 bits
+_IMAGES = re.compile(r".+-images[-.]idx3-ubyte(\.gz)?")
+_UNSIGNED_BYTE = 0x08
+_MAX_GZIP_RATIO = 1032  # deflate: 258 bytes for 2 bits
 
 
 def detect(path: Path) -> str | None:
@@ -72,7 +73,7 @@ def _divide(files: list[str], path: Path, listing: Listing) -> dict[str, list[st
 
 def _image_files(folder: Path) -> list[str]:
     """Find the files of images; of a plain and a gzipped one, the plain one."""
-    named = [name for name in os.listdir(folder) if IMAGES.fullmatch(name) and not is_hidden(name)]
+    named = [name for name in os.listdir(folder) if _IMAGES.fullmatch(name) and not is_hidden(name)]
     names = sorted(name for name in named if not os.path.isdir(folder / name))  # Kaggle has folders of the same names
     return [name for name in names if name.removesuffix(".gz") == name or name.removesuffix(".gz") not in names]
 
@@ -95,11 +96,11 @@ def _find_labels(images_path: Path) -> Path:
 def _read(path: Path, num_dimensions: int) -> np.ndarray:
     """Read a file into uint8 of the shape that its header gives."""
     gzipped = path.suffix == ".gz"
-    with opened(str(path), None) as fd, open(fd, "rb", closefd=False) as plain:
+    with open_checked(str(path), None) as fd, open(fd, "rb", closefd=False) as plain:
         file_bytes = os.fstat(fd).st_size
         try:
             with gzip.open(plain) if gzipped else plain as file:
-                return _read_array(path, file, num_dimensions, file_bytes * (MAX_GZIP_RATIO if gzipped else 1))
+                return _read_array(path, file, num_dimensions, file_bytes * (_MAX_GZIP_RATIO if gzipped else 1))
         except (EOFError, zlib.error, gzip.BadGzipFile, MemoryError) as error:
             raise SourceError(f"is truncated or corrupt: {error}", path=path) from error
 
@@ -108,7 +109,7 @@ def _read_array(path: Path, file: io.BufferedIOBase, num_dimensions: int, max_by
     """Read what the header announces, and one byte more to see that nothing follows."""
     header_bytes = 4 + 4 * num_dimensions
     header = file.read(header_bytes)
-    if len(header) < header_bytes or header[:4] != bytes((0, 0, UNSIGNED_BYTE, num_dimensions)):
+    if len(header) < header_bytes or header[:4] != bytes((0, 0, _UNSIGNED_BYTE, num_dimensions)):
         raise SourceError(f"is not an IDX file of unsigned bytes in {num_dimensions} dimensions", path=path)
     shape = np.frombuffer(header, ">u4", num_dimensions, 4).tolist()
     if 0 in shape:

@@ -6,26 +6,36 @@ import glob
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from ..console import format_count, format_some
 from ..errors import SettingError, SourceError, WrongPathError
-from ..split_names import SPLIT_OF, TEST, TRAIN, VAL, have_twins, is_split_name, split_words, splits_of_name
+from ..split_names import (
+    TEST,
+    TRAIN,
+    VAL,
+    have_twins,
+    is_split_name,
+    named_options,
+    splits_of,
+    splits_of_name,
+)
 from ..splits import VAL_OR_TRAIN, AmbiguousSplitError
 from . import Source
+from .class_folders import advise_joined, doubtful_classes, shared_classes
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import advise, is_hidden, is_partial
-from .joined import check_joined, named_options
-from .label_advice import TOP, advise_writing
-from .labels import number_labels, out_of_order, warn_of_case
-from .links import check_links
-from .listing import Listing
+from .labels import number_labels, out_of_order, same_by, warn_of_case
+from .listing import Listing, folders_in
 from .root_advice import advise_roots
-from .roots import check_roots, folders_in, may_hold_samples
+from .roots import check_roots, may_hold_samples
+from .table_advice import TOP, advise_writing
 
 logger = logging.getLogger(__name__)
 
-FILES = {"csv": ".csv", "parquet": ".parquet", "webdataset": ".tar"}  # by kind: what --split may name instead
+_FILES = {"csv": ".csv", "parquet": ".parquet", "webdataset": ".tar"}  # by kind: what --split may name instead
 
 
 def detect(path: Path) -> str:
@@ -64,11 +74,9 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
 
 def _check_numbers(path: Path, names: Sequence[str]) -> None:
     """Raise SourceError for class folders of the same number, such as 1 and 01."""
-    for first, second in itertools.pairwise(sorted(names, key=int)):
-        if int(first) == int(second):
-            raise SourceError(
-                f"{first} and {second} are the same number: rename one, or type --labels names", path=path
-            )
+    for first, second in same_by(int, sorted(names, key=int)):
+        what = f"{first} and {second} are the same number: rename one, or type --labels names"
+        raise SourceError(what, path=path)
 
 
 def _check_files(path: Path, tree: ClassTree) -> None:
@@ -77,7 +85,7 @@ def _check_files(path: Path, tree: ClassTree) -> None:
     image, may_be_trials = "", False
     for name, content in tree.classes.items():
         for image in itertools.chain(*(images for _, images in content.folders)):
-            of_image = {SPLIT_OF[word] for word in split_words(image)}
+            of_image = splits_of(image)
             if len(of_image) != 1:
                 return
             may_be_trials |= not splits_of_name(image)
@@ -98,14 +106,14 @@ def _list_trees(path: Path, listing: Listing) -> dict[str, ClassTree]:
     """List the class folders of each split. Raises RootError if they are not where they should be."""
     roots = _split_roots(path, listing)
     listing.count_beside(path, roots)
-    bounds = None if listing.outside else str(path)
+    bounds = listing.bounds(path)
     trees = {
         split: [ClassTree.scan(root, bounds, listing.left_out) for root in of_split]
         for split, of_split in roots.items()
     }
     check_roots(path, trees, is_chosen=bool(listing.rule.patterns))
-    check_links(path, trees)
-    check_joined(path, trees, {pattern for _, pattern in listing.rule.patterns})
+    _check_links(path, trees)
+    _check_joined(path, trees, {pattern for _, pattern in listing.rule.patterns})
     return {split: trees[0] if len(trees) == 1 else ClassTree.merged(path, trees) for split, trees in trees.items()}
 
 
@@ -118,7 +126,7 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
     others = sorted(name for name in beside if not is_hidden(name) or is_partial(name))
     if not folders:
         raise RootError(f"holds no class folders{advise(others)}", path)
-    naming = {name: {SPLIT_OF[word] for word in words} for name in folders if (words := split_words(name))}
+    naming = {name: splits for name in folders if (splits := splits_of(name))}
     only = [name for name in naming if is_split_name(name)]
     all_name_splits = len(naming) == len(folders) > 0 and len(set().union(*naming.values())) > 1
     # A class may be called "test tube": then it lies beside others, and holds images, not classes.
@@ -157,7 +165,7 @@ def _chosen_roots(path: Path, folders: Sequence[str], listing: Listing) -> dict[
         names = glob.glob(pattern, root_dir=path)
         roots = {name for name in names if (path / name).is_dir()}
         chosen |= roots
-        kinds = {kind for name in names for kind, suffix in FILES.items() if name.lower().endswith(suffix)}
+        kinds = {kind for name in names for kind, suffix in _FILES.items() if name.lower().endswith(suffix)}
         if kinds and not roots:
             raise SettingError(f"split: {pattern!r} names files in {path}, not folders of class folders; to read them, "
                                f"add --kind {min(kinds)}")  # fmt: skip
@@ -165,3 +173,83 @@ def _chosen_roots(path: Path, folders: Sequence[str], listing: Listing) -> dict[
     others = set() if "." in tops else set(folders) - tops
     divided = listing.divide(sorted(chosen | others), path)
     return {split: [path / name for name in names] for split, names in divided.items()}
+
+
+# --- folders that are joined, or linked -------------------------------------------------------------
+
+
+def _check_joined(source: Path, trees: Mapping[str, Sequence[ClassTree]], patterns: Collection[str]) -> None:
+    """Say which folders are joined. Raises SourceError if classes of one name may be others in each.
+
+    A folder that one of the user's patterns names in full is meant.
+    """
+    splits = {
+        split: {os.path.relpath(tree.root, source): tree.filled() for tree in joined} for split, joined in trees.items()
+    }
+    for split, folders in splits.items():
+        if len(folders) < 2:
+            continue
+        shared = shared_classes(folders)
+        are = f"{format_count(len(shared), 'class is', 'classes are')} in more than one"
+        are += f": {format_some(shared)}" if shared else ""
+        are_named = all({folder, glob.escape(folder)} & set(patterns) for folder in folders)
+        if doubtful_classes(folders) and not are_named:
+            what = f"{len(folders)} folders would be joined for {split}, and {are}"
+            raise SourceError(f"{what}; {advise_joined(splits)}", path=source)
+        log = logger.warning if shared else logger.info
+        log("%s: %d folders are joined for %s; %s", source, len(folders), split, are)
+
+
+class _Place(NamedTuple):
+    split: str
+    label: str
+    path: str
+    images: list[str]
+
+
+def _check_links(source: Path, trees: Mapping[str, Sequence[ClassTree]]) -> None:
+    """Warn of images that linked folders bring into two splits. Only links are followed; the rest costs no request.
+
+    Raises SourceError if two classes, or splits, are the same folder, or all images of val are train's.
+    """
+    roots: dict[str, Path] = {}
+    for tree in (tree for joined in trees.values() for tree in joined):
+        if (first := roots.setdefault(os.path.realpath(tree.root), tree.root)) != tree.root:
+            twice = f"leads to the same folder as {first}: its images would be taken twice"
+            raise SourceError(f"{twice}; remove one, or copy it if both are meant", path=tree.root)
+    if not any(content.links for joined in trees.values() for tree in joined for content in tree.classes.values()):
+        return
+    folders: dict[str, list[_Place]] = {}  # by real path: places that lead to it
+    for split, joined in trees.items():
+        for tree in joined:
+            above = os.path.realpath(tree.root)
+            for label, content in tree.classes.items():
+                for folder, images in content.folders:
+                    place = _Place(split, label, f"{tree.root}/{folder}", images)
+                    folders.setdefault(_real(folder, above, content.links), []).append(place)
+    shared: dict[str, str] = {}  # images of val, and the places in train that lead to the same
+    for places in folders.values():
+        for place in places:
+            if two := next((at for at in places if at.split == place.split and at.label != place.label), None):
+                raise SourceError(f"is of two classes: {two.path} leads to the same folder", path=Path(place.path))
+            if place.split == VAL and (of_train := next((at for at in places if at.split == TRAIN), None)):
+                shared |= {f"{place.path}/{image}": of_train.path for image in place.images}
+    num_val = sum(len(place.images) for places in folders.values() for place in places if place.split == VAL)
+    if not shared:
+        return
+    path, other_path = next(iter(shared.items()))
+    are = format_count(len(shared), "image is", "images are")
+    said = f"{are} train's too, by links: {path} leads to the same file as one in {other_path}"
+    if len(shared) == num_val:
+        advice = "val would measure nothing: to pack train alone, name it with --split"
+        raise SourceError(f"{said}; {advice}", path=source)
+    logger.warning("%s: %s", source, said)
+
+
+def _real(folder: str, above: str, links: Mapping[str, str]) -> str:
+    """Return the real path of a folder, given that of the root, and those that links on its way lead to."""
+    real, path = above, ""
+    for part in folder.split("/"):
+        path = f"{path}/{part}" if path else part
+        real = links.get(path) or f"{real}/{part}"
+    return real

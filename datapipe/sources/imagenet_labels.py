@@ -14,13 +14,13 @@ from ..errors import MissingBackendError, SourceError
 from .unpacked import members, read_file
 
 DEVKITS = ("ILSVRC2012_devkit_t12", "ILSVRC2012_devkit_t12.tar.gz")
-GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
+_GROUND_TRUTH, _META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
 SOLUTION = "LOC_val_solution.csv"
 TRAIN_SOLUTION = "LOC_train_solution.csv"  # beside it; says again what train's folders say
-SOLUTION_ID = re.compile(r"ILSVRC2012_val_(\d{8})")
-LABELS = f"{' or '.join(DEVKITS)} (from image-net.org) or {SOLUTION} (from Kaggle)"
-NUM_CLASSES = 1000
-MAX_DEVKIT_BYTES = 64 << 20  # of the two files that are read, which have 1 MB
+_SOLUTION_ID = re.compile(r"ILSVRC2012_val_(\d{8})")
+LABEL_FILES = f"{' or '.join(DEVKITS)} (from image-net.org) or {SOLUTION} (from Kaggle)"
+_NUM_CLASSES = 1000
+_MAX_DEVKIT_BYTES = 64 << 20  # of the two files that are read, which have 1 MB
 
 
 class ValLabels(NamedTuple):
@@ -55,9 +55,9 @@ def _read_solution(path: Path, bounds: str | None) -> ValLabels:
     """Read Kaggle's table: the image's name, and in PredictionString its class and a box, once per object."""
     wnids: dict[int, str] = {}
     try:
-        text = read_file(str(path), bounds, MAX_DEVKIT_BYTES).decode("utf-8-sig")
+        text = read_file(str(path), bounds, _MAX_DEVKIT_BYTES).decode("utf-8-sig")
         for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
-            match, words = SOLUTION_ID.fullmatch(row["ImageId"]), row["PredictionString"].split()
+            match, words = _SOLUTION_ID.fullmatch(row["ImageId"]), row["PredictionString"].split()
             (wnid,) = set(words[::5])
             if not match or len(words) % 5 or int(match[1]) in wnids:
                 raise ValueError
@@ -77,21 +77,23 @@ def _read_devkit(path: Path, bounds: str | None) -> ValLabels:
     try:
         labels = {number: wnids[int(line)] for number, line in enumerate(truth.split(), 1)}
     except (ValueError, KeyError) as error:
-        raise SourceError(f"{GROUND_TRUTH} has a line that is not the number of a class: {error}", path=path) from error
+        raise SourceError(
+            f"{_GROUND_TRUTH} has a line that is not the number of a class: {error}", path=path
+        ) from error
     return ValLabels(path, labels, sorted(wnids.values()))
 
 
 def _devkit_files(path: Path, bounds: str | None) -> tuple[bytes, bytes]:
     """Read the labels of the val images, and the classes, from an unpacked devkit or its archive."""
-    names = {GROUND_TRUTH, META}
+    names = {_GROUND_TRUTH, _META}
     if path.is_dir():
-        contents = {name: read_file(str(path / name), bounds, MAX_DEVKIT_BYTES) for name in names}
+        contents = {name: read_file(str(path / name), bounds, _MAX_DEVKIT_BYTES) for name in names}
     else:
-        inside = members(str(path), bounds, names, MAX_DEVKIT_BYTES)
+        inside = members(str(path), bounds, names, _MAX_DEVKIT_BYTES)
         contents = {"/".join(name.split("/")[-2:]): data for name, data in inside if data is not None}
     if missing := names - contents.keys():
         raise SourceError(f"lacks {' and '.join(sorted(missing))}", path=path)
-    return contents[GROUND_TRUTH], contents[META]
+    return contents[_GROUND_TRUTH], contents[_META]
 
 
 def _wnids(path: Path, meta: bytes) -> dict[int, str]:
@@ -105,5 +107,5 @@ def _wnids(path: Path, meta: bytes) -> dict[int, str]:
         synsets = np.atleast_1d(loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"])
         pairs = [(int(synset["ILSVRC2012_ID"]), str(synset["WNID"])) for synset in synsets]
     except Exception as error:  # scipy raises all sorts for a broken file
-        raise SourceError(f"{META} cannot be read: {error}", path=path) from error
-    return {number: wnid for number, wnid in pairs if number <= NUM_CLASSES}
+        raise SourceError(f"{_META} cannot be read: {error}", path=path) from error
+    return {number: wnid for number, wnid in pairs if number <= _NUM_CLASSES}

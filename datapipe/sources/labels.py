@@ -6,40 +6,37 @@ import logging
 import math
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from ..console import format_count, format_some
 from ..errors import SourceError
-from ..split_names import is_split_name
+from ..split_names import NAMED, is_split_name
 
 logger = logging.getLogger(__name__)
 
 NUMBER = re.compile(r"(-?[0-9]{1,4000})(\.0*)?")  # as many digits as int() takes; tables write 3 as 3.0
 # Columns that may hold labels.
 LABEL_COLUMN = re.compile("(?i).*(labels?|class(es)?|cls|categor(y|ies)|targets?)(_?(id|name))?")
-MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841 classes; a larger number is an identifier or a mistake
-MISSING = {"nan", "null", "n/a", "#n/a", "<na>", "nat"}  # what tables write for nothing, lower case
-NAMED = 3  # pairs of classes that a message names
-NONE = "None"  # what Python writes for nothing; none may be a class
+_MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841 classes; a larger number is an identifier or a mistake
+_MISSING = {"nan", "null", "n/a", "#n/a", "<na>", "nat"}  # what tables write for nothing, lower case
+_NONE = "None"  # what Python writes for nothing; none may be a class
 SAME_LOOK = "look the same and differ in Unicode's normal form (rename one)"
 
 
 def number_labels(
     path: Path, labels: Mapping[str, Sequence[str]], how: str = "auto"
 ) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Number the classes.
+    """Return the names of the classes, and each split's labels as uint32[N].
 
     Args:
         path: The source, for messages.
         labels: The label of each sample as it is written, by split.
         how: "numbers": labels are whole numbers, and the classes are "0" to the largest. "names": each label that
             occurs is a class, in the order of the numbers or else of the alphabet. "auto": numbers if all are.
-
-    Returns:
-        The names of the classes, and each split's labels as uint32[N].
 
     Raises:
         SourceError: Labels cannot be classes, or can be read in two ways.
@@ -61,7 +58,7 @@ def number_labels(
     if names or how == "names":
         classes = sorted(set(texts.values()), key=None if names else lambda text: (int(text), text))
     else:
-        classes = numbered_classes(path, numbers.values(), how)
+        classes = _numbered_classes(path, numbers.values(), how)
     warn_of_case(path, classes)
     place = {name: label for label, name in enumerate(classes)}
     number_of = {label: place[text] for label, text in texts.items()}
@@ -76,7 +73,7 @@ def _check_one_kind(path: Path, numbers: Sequence[str], names: Sequence[str]) ->
     if len(names) > 1 and not numbers and all(map(is_split_name, names)):
         what = f"holds labels that are all names of splits: {_some(names)}"
         raise SourceError(f"{what}; call that column split, or take them as classes with --labels names", path=path)
-    odd = [name for name in names if name.lower() in MISSING or name == NONE or _is_fraction(name)]
+    odd = [name for name in names if name.lower() in _MISSING or name == _NONE or _is_fraction(name)]
     if odd or (names and numbers):
         what = f"mixes labels that are numbers ({_some(numbers)}) with names ({_some(names)})"
         if odd:
@@ -86,35 +83,24 @@ def _check_one_kind(path: Path, numbers: Sequence[str], names: Sequence[str]) ->
 
 def _check_spelling(path: Path, numbers: Collection[str]) -> None:
     """Raise SourceError for a number that is written in two ways, such as 1 and 01."""
-    texts: dict[int, str] = {}
-    for text in sorted(numbers):
-        if (other := texts.setdefault(int(text), text)) != text:
-            raise SourceError(
-                f"holds the labels {other} and {text}: --labels numbers takes both as {int(text)}, --labels names "
-                "keeps them apart",
-                path=path,
-            )
+    for other, text in same_by(int, sorted(numbers)):
+        raise SourceError(
+            f"holds the labels {other} and {text}: --labels numbers takes both as {int(text)}, --labels names keeps "
+            "them apart",
+            path=path,
+        )
 
 
-def numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") -> list[str]:
+def _numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") -> list[str]:
     """Name the classes 0 to the largest of some numbers.
 
-    Args:
-        path: The source, for messages.
-        numbers: The labels.
-        how: "auto" or "numbers", as for `number_labels`.
-
-    Returns:
-        The names.
-
-    Raises:
-        SourceError: A number cannot be a class; or, with "auto", most classes would have no image.
+    Raises SourceError if one cannot be a class; or, if `how` is "auto", if most classes would have no image.
     """
     low, high = min(numbers, default=0), max(numbers, default=-1)
-    if low < 0 or high >= MAX_CLASSES:
+    if low < 0 or high >= _MAX_CLASSES:
         wrong = low if low < 0 else high
         raise SourceError(
-            f"holds the label {wrong}; allowed: 0 to {MAX_CLASSES - 1}, or with --labels names any", path=path
+            f"holds the label {wrong}; allowed: 0 to {_MAX_CLASSES - 1}, or with --labels names any", path=path
         )
     occurring = len(set(numbers))
     if how == "auto" and 2 * occurring < high + 1:
@@ -128,7 +114,7 @@ def numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") ->
 
 
 def check_same_classes(path: Path | str, columns: tuple[str, str], pairs: Collection[tuple[str, str]]) -> None:
-    """Check that two columns of labels divide the samples into the same classes.
+    """Raise SourceError unless two columns of labels divide the samples into the same classes.
 
     Of `label` and `Label` the numbers must be the same, too.
 
@@ -136,9 +122,6 @@ def check_same_classes(path: Path | str, columns: tuple[str, str], pairs: Collec
         path: The table, for messages.
         columns: Names of the columns.
         pairs: Values of the columns, of all rows.
-
-    Raises:
-        SourceError: They do not, so that it is not clear which of them is meant.
     """
     first, second = columns
     numbers = [pair for pair in pairs if all(map(NUMBER.fullmatch, pair))] if first.lower() == second.lower() else []
@@ -161,21 +144,26 @@ def _is_fraction(label: str) -> bool:
         return False
 
 
+def same_by(key: Callable[[str], object], names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield each name that has the key of an earlier one, behind that.
+
+    >>> list(same_by(str.lower, ["cat", "dog", "Cat"]))
+    [('cat', 'Cat')]
+    """
+    first: dict[object, str] = {}
+    for name in names:
+        if (other := first.setdefault(key(name), name)) != name:
+            yield other, name
+
+
 def alike(names: Iterable[str]) -> tuple[str, str] | None:
     """Find two names that only Unicode's normal form tells apart, as files from macOS and from Linux may have."""
-    by_form: dict[str, str] = {}
-    for name in names:
-        other = by_form.setdefault(unicodedata.normalize("NFC", name), name)
-        if other != name:
-            return other, name
-    return None
+    return next(same_by(partial(unicodedata.normalize, "NFC"), names), None)
 
 
 def warn_of_case(path: Path, classes: Sequence[str]) -> None:
     """Warn of classes whose names differ in case alone: of letters they are two, of animals, and of TRUE, one."""
-    by_name: dict[str, str] = {}
-    pairs = [f"{other} and {name}" for name in classes if (other := by_name.setdefault(name.casefold(), name)) != name]
-    if pairs:
+    if pairs := [f"{other} and {name}" for other, name in same_by(str.casefold, classes)]:
         logger.warning("%s: classes whose names differ in case alone stay apart: %s", path, ", ".join(pairs[:NAMED]))
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from ..dataset.manifest import MANIFEST
 from ..errors import SourceError
-from ..split_names import split_words
+from ..split_names import list_some, split_words
 from .file_names import EXTENSIONS, is_hidden, is_image
-from .listing import Listing, is_folder
+from .listing import Listing, folders_in, is_folder
 
-PARTITION = re.compile(r"[^=]+=.*")  # a folder as Hive and Spark name it
-LOOKED_AT = 8  # entries of a folder, to see what it holds
-FOLDERS = 3  # looked at, so that an ImageFolder is not listed twice
+_PARTITION = re.compile(r"[^=]+=.*")  # a folder as Hive and Spark name it
+_LOOKED_AT = 8  # entries of a folder, to see what it holds
+_FOLDERS = 3  # looked at, so that an ImageFolder is not listed twice
 
 
 def has_large_files(path: Path, suffixes: tuple[str, ...], below: Sequence[str] = ()) -> bool:
@@ -39,7 +39,7 @@ def has_large_files(path: Path, suffixes: tuple[str, ...], below: Sequence[str] 
 def large_files(
     path: Path, listing: Listing, suffixes: tuple[str, ...], below: Sequence[str] = ()
 ) -> tuple[Path, list[str]]:
-    """Find the files of a data set of few large files.
+    """Find the files of a data set of few large files: return a folder, and their paths below it, sorted.
 
     They are `path` itself, or lie in it, in a folder `below`, or in folders beside each other of which one is named as
     a split.
@@ -49,9 +49,6 @@ def large_files(
         listing: Listing to which what lies beside them is added as left out.
         suffixes: Ends of the files' names, in lower case.
         below: Names of folders in `path` that may hold the files.
-
-    Returns:
-        The folder, and the paths of the files below it, sorted by folder and name; [] if there are none.
 
     Raises:
         SourceError: None lie there, and some in a folder below, which must be given.
@@ -81,10 +78,10 @@ def _check_below(path: Path, suffixes: tuple[str, ...]) -> None:
 
     Such are a configuration of Hugging Face's, `plain_text/train/0000.parquet`, and partitions, `label=0/a.parquet`.
     """
-    places = {name: place for name in _folders(path) if (place := _place(path / name, suffixes)) is not None}
+    places = {name: place for name in folders_in(path) if (place := _place(path / name, suffixes)) is not None}
     inner = list(places)
     parts = [part for name, place in places.items() for part in (name, *place.split("/"))]
-    if partition := next(filter(PARTITION.fullmatch, parts), None):
+    if partition := next(filter(_PARTITION.fullmatch, parts), None):
         column = partition.partition("=")[0]
         what = f"its files lie in partitions such as {partition}, so that their rows lack {column}"
         advice = f"write {column} into the files, as a column"
@@ -92,8 +89,7 @@ def _check_below(path: Path, suffixes: tuple[str, ...]) -> None:
         what = f"its {suffixes[0]} files lie in {inner[0]}/{places[inner[0]]}"
         advice = f"move them into {path / inner[0]}, and those of the other folders likewise"
     elif len(inner) > 1:
-        more = f" and {len(inner) - FOLDERS} others" if len(inner) > FOLDERS else ""
-        what = f"{', '.join(inner[:FOLDERS])}{more} hold a data set each"
+        what = f"{list_some(inner)} hold a data set each"
         advice = f"give one of them, such as {path / inner[0]}"
     elif inner:
         what, advice = f"its {suffixes[0]} files lie in {inner[0]}", f"give {path / inner[0]}"
@@ -106,24 +102,17 @@ def _lie_deeper(path: Path, suffixes: tuple[str, ...]) -> bool:
     """Whether all folders in a folder that holds no such files itself, as far as is looked at, hold some."""
     if any(name.lower().endswith((*suffixes, *EXTENSIONS)) for name in os.listdir(path)):
         return False
-    folders = _folders(path)[:FOLDERS]
+    folders = folders_in(path)[:_FOLDERS]
     return bool(folders) and all(_place(path / name, suffixes) is not None for name in folders)
-
-
-def _folders(path: Path) -> list[str]:
-    with os.scandir(path) as entries:
-        named = [entry for entry in entries if not is_hidden(entry.name) and not is_image(entry.name)]
-        return sorted(entry.name for entry in named if is_folder(entry))
 
 
 def _place(folder: Path, suffixes: tuple[str, ...], deeper: bool = True) -> str | None:
     """Find where such files lie, by the first entries of a folder, and of those in it.
 
-    Returns:
-        The path below the folder, "" for itself; None if there are none, or images.
+    Returns the path below the folder, "" for itself; None if there are none, or images.
     """
     with os.scandir(folder) as scanned:
-        entries = [entry for entry, _ in zip(scanned, range(LOOKED_AT), strict=False)]
+        entries = [entry for entry, _ in zip(scanned, range(_LOOKED_AT), strict=False)]
     names = [entry.name for entry in entries]
     if any(map(is_image, names)) or MANIFEST in names:
         return None

@@ -7,23 +7,28 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from ..console import format_count, printable
 from ..errors import SettingError, SourceError
 from ..fsio import atomic_write, side_by_side
 from ..split_names import TEST, TRAIN, VAL, split_words
 from ..splits import SplitRule
-from .file_names import is_harmless, is_hidden, is_partial
+from .file_names import is_harmless, is_hidden, is_image, is_partial
 
 logger = logging.getLogger(__name__)
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 HIDDEN = "hidden, or a system's"
 PARTIAL = "of a transfer that has not ended, so images may be missing: run that again, or remove them"
-HUB = ".cache", "huggingface"  # what `hf download --local-dir` writes: notes of its own, and files that are not whole
-NOT_NAMED = "not named by any --split"
-NAMED = 10  # paths that are named for each reason
+_HUB = ".cache", "huggingface"  # what `hf download --local-dir` writes: notes of its own, and files that are not whole
+_NOT_NAMED = "not named by any --split"
+_LISTERS = 32
+_NAMED = 10  # paths that are named for each reason
 
 
 def is_folder(entry: os.DirEntry) -> bool:
@@ -37,6 +42,19 @@ def is_folder(entry: os.DirEntry) -> bool:
 def _name(path: str) -> str:
     """Return the last part of a path, of a file or of an archive and a member."""
     return path.rpartition("/")[2].rpartition(": ")[2]
+
+
+def folders_in(path: Path) -> list[str]:
+    """List the folders in a folder, sorted, without those that are hidden."""
+    with os.scandir(path) as entries:
+        named = [entry for entry in entries if not is_hidden(entry.name) and not is_image(entry.name)]
+        return sorted(entry.name for entry in named if is_folder(entry))
+
+
+def list_at_once(function: Callable[[_Item], _Result], files: Iterable[_Item]) -> list[_Result]:
+    """Return what `function` says of each file, of many at once: that hides a shared filesystem's latency."""
+    with ThreadPoolExecutor(_LISTERS) as pool:
+        return list(pool.map(function, files))
 
 
 class LeftOut:
@@ -83,7 +101,7 @@ class LeftOut:
                 name = entry.name
                 if name in known or (hidden_only and not is_hidden(name)):
                     continue
-                if name == HUB[0] and is_folder(entry) and os.listdir(entry.path) == [HUB[1]]:
+                if name == _HUB[0] and is_folder(entry) and os.listdir(entry.path) == [_HUB[1]]:
                     self._add(map(str, Path(entry.path).glob("**/*.incomplete")), PARTIAL)
                 elif not is_harmless(name) or is_folder(entry):
                     self._add([os.path.join(folder, name)], HIDDEN if is_hidden(name) else reason)
@@ -95,9 +113,6 @@ class LeftOut:
             root: The folder that the names begin in.
             names: The folder, below `root`, and the name of each.
             reason: Description of the entries that nothing names.
-
-        Raises:
-            SourceError: A folder cannot be listed.
         """
         known: dict[str, set[str]] = {"": set()}
         for folder, name in names:
@@ -137,8 +152,8 @@ class LeftOut:
     def lines(self, source: Path) -> list[str]:
         """Say what is left out, in a line per reason."""
         return [
-            f"{format_count(len(paths), 'entry', 'entries')} ({reason}): {printable(', '.join(paths[:NAMED]))}"
-            + (f" and {format_count(len(paths) - NAMED, 'other')} (--left-out FILE lists all)" * (len(paths) > NAMED))
+            f"{format_count(len(paths), 'entry', 'entries')} ({reason}): {printable(', '.join(paths[:_NAMED]))}"
+            + (f" and {format_count(len(paths) - _NAMED, 'other')} (--left-out FILE lists all)" * (len(paths) > _NAMED))
             for reason, paths in self.paths(source).items()
         ]
 
@@ -163,6 +178,10 @@ class Listing:
     path_column: str | None = None
     left_out: LeftOut = field(default_factory=LeftOut)
 
+    def bounds(self, source: Path) -> str | None:
+        """Return the folder that links must not leave; None: they may lead anywhere (see `paths`)."""
+        return None if self.outside or not source.is_dir() else str(source)
+
     def divide(self, names: Sequence[str], source: Path) -> dict[str, list[str]]:
         """Divide names by split, "train" and "val": see `SplitRule`. Without a val split, a test split is val."""
         if not self.rule.patterns and not any(map(split_words, names)):
@@ -177,7 +196,7 @@ class Listing:
         keep_test: bool = False,
         left_out: Callable[[str], Iterable[str]] = lambda name: [name],
     ) -> dict[str, list[str]]:
-        """Choose of the splits that there are "train" and "val", and count what is left out.
+        """Return the names of "train" and "val" of the splits that there are, and count what is left out.
 
         Args:
             splits: Names of each split, as `SplitRule.divide` returned them.
@@ -185,9 +204,6 @@ class Listing:
             unlabelled: Names that have no labels: a test split of them is left out.
             keep_test: Whether a test split that takes the place of val keeps its own name.
             left_out: Function that lists what of a name is left out.
-
-        Returns:
-            The names of each split that is taken.
         """
 
         def leave_out(names: Iterable[str], reason: str) -> None:
@@ -206,7 +222,7 @@ class Listing:
             chosen[TEST if keep_test else VAL] = test
         if self.rule.patterns:
             named = {name for of_split in chosen.values() for name in of_split}
-            leave_out((name for name in names if name not in named), NOT_NAMED)
+            leave_out((name for name in names if name not in named), _NOT_NAMED)
         return {split: chosen[split] for split in (TRAIN, VAL, TEST) if split in chosen}
 
     def count_beside(self, source: Path, splits: Mapping[str, Sequence[Path]]) -> None:
@@ -214,7 +230,7 @@ class Listing:
         self.left_out.add_entries(source, HIDDEN, hidden_only=True)
         chosen = [os.path.relpath(folder, source) for folders in splits.values() for folder in folders]
         if self.rule.patterns and "." not in chosen:
-            self.left_out.add_unnamed(source, map(os.path.split, chosen), NOT_NAMED)
+            self.left_out.add_unnamed(source, map(os.path.split, chosen), _NOT_NAMED)
 
     def check_columns(self, kind: str, path: Path) -> None:
         """Raise SettingError if the user names a column that a source of a kind does not have."""

@@ -8,41 +8,31 @@ whole, so its samples are a block.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import SourceError
-from ..splits import SplitRule
+from ..images import Buffer
 from . import Source
-from .labels import NUMBER, check_same_classes, number_labels
+from .labels import NUMBER, number_labels
 from .large_files import has_large_files, large_files
-from .listing import Listing
-from .parquet_columns import (
-    PATHS,
-    STRINGS,
-    class_names,
-    describe_lack,
-    find_columns,
-    other_columns,
-    path_column,
-    rival_columns,
-)
-from .parquet_rows import ParquetRows, import_parquet
-from .parts import Listed, choose_files, divide, pick
-from .paths import check_inside
-from .split_columns import Columns, Part, Said
-from .split_paths import Paths
+from .listing import Listing, list_at_once
+from .parquet_files import ListedFile, import_parquet, list_file
+from .parts import divide_samples, join_files, pick
+from .shard_names import choose_files
 
 if TYPE_CHECKING:
     import pyarrow
 
 logger = logging.getLogger(__name__)
 
-LISTERS = 16  # files whose labels are read at once: hides a shared filesystem's latency
+KEPT_BYTES = 256 << 20  # of row groups, beside the one that was read last
 
 
 def detect(path: Path) -> str | None:
@@ -51,23 +41,29 @@ def detect(path: Path) -> str | None:
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
     import_parquet(path)
-    bounds = None if listing.outside or not path.is_dir() else str(path)
+    bounds = listing.bounds(path)
     root, names = large_files(path, listing, (".parquet",), below=("data",))
     if not names:
         raise SourceError("holds no .parquet files, neither itself nor in data, train and val", path=path)
     files = choose_files(names, listing, path)
     with_paths = not all(files.values())
-    with ThreadPoolExecutor(LISTERS) as pool:
-        tables = list(pool.map(lambda name: _list(str(root / name), name, bounds, listing, with_paths), files))
+    tables = list_at_once(lambda name: list_file(str(root / name), bounds, listing, with_paths), files)
+    by_name = dict(zip(files, tables, strict=True))
     for (column, *others), table in {
         (table.column.split(".")[0], *table.others): table for table in tables[::-1]
     }.items():
         if others:
             message = "%s: may hold images or labels in %s, too, not read: its images are those of %s"
             logger.warning(message, table.path, " and ".join(others), column)
-    listed = _join_listed(tables)
-    picked = divide(listed, files, listing, path)
     file_of_row = np.repeat(np.arange(len(tables)), [len(table.labels) for table in tables])
+
+    def unlabelled(i: int, file: str) -> SourceError:
+        row, table = i - int(np.argmax(file_of_row == file_of_row[i])), by_name[file]
+        return SourceError(table.lack or f"row {row} has no {table.label}", path=table.path)
+
+    paths = [path for table in tables for path in table.paths or [""] * len(table.labels)]
+    listed = join_files(((name, table.labels, table.said) for name, table in by_name.items()), paths, unlabelled)
+    picked = divide_samples(listed, files, listing, path)
     used = {split: np.unique(file_of_row[rows]).tolist() for split, rows in picked.items()}
     texts = {split: pick(listed.labels, rows) for split, rows in picked.items()}
     named = {split: [tables[number] for number in numbers] for split, numbers in used.items()}
@@ -80,130 +76,8 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     return Source(kind, classes, splits)
 
 
-class _Table(NamedTuple):
-    """A file, without its images."""
-
-    path: str
-    name: str  # below the source
-    column: str  # with the images' bytes
-    label: str | None  # the column; None: it has none
-    labels: list[str]  # "": none
-    classes: list[str]  # their names; empty if the file has none
-    num_rows: list[int]  # of each row group
-    num_bytes: list[int]  # of its images
-    others: list[str]  # columns that may hold images or labels, too
-    said: list[Said]  # of each row's split; empty: nothing
-    paths: list[str]  # of the images, as the file gives them; empty: it does not, or they are not asked for
-    lack: str  # what to say where its labels are needed, and it has none
-
-
-def _list(path: str, name: str, bounds: str | None, listing: Listing, with_paths: bool) -> _Table:
-    label_column = listing.label_column
-    check_inside(path, bounds)
-    parquet = import_parquet(path)
-    try:
-        with parquet.ParquetFile(path) as file:
-            metadata, schema = file.metadata, file.schema_arrow
-            column, label = find_columns(path, schema, label_column)
-            labels = _texts(file, label) if label else [""] * metadata.num_rows
-            for other in () if label_column else rival_columns(schema, label):
-                check_same_classes(path, (label or "", other), set(zip(labels, _texts(file, other), strict=True)))
-            said = _said(file, listing.rule, {column.split(".")[0], label, *PATHS})
-            of_paths = path_column(schema) if with_paths else None
-            paths = _texts(file, of_paths) if of_paths else []
-    except (OSError, ValueError, NotImplementedError) as error:  # Arrow's errors are subclasses
-        raise SourceError(f"cannot be read: {error}", path=path) from error
-    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-    leaf = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
-    num_bytes = [group.column(leaf).total_uncompressed_size for group in groups]
-    others = other_columns(schema, column, label, label_column)
-    lack = "" if label else describe_lack(schema, label_column)
-    num_rows, classes = [group.num_rows for group in groups], class_names(schema, label)
-    return _Table(path, name, column, label, labels, classes, num_rows, num_bytes, others, said, paths, lack)
-
-
-def _texts(file: pyarrow.parquet.ParquetFile, column: str, group: int | None = None) -> list[str]:
-    """Read a column, or a field of one (`image.path`), of a row group or of all, as texts; "" for null."""
-    from pyarrow import compute
-
-    groups = range(file.num_row_groups) if group is None else [group]
-    values = file.read_row_groups(groups, columns=[column], use_threads=False).column(0)
-    for part in column.split(".")[1:] if column not in file.schema_arrow.names else ():
-        values = compute.struct_field(values, part)
-    texts = (value.decode("utf-8", "replace") if isinstance(value, bytes) else value for value in values.to_pylist())
-    return ["" if value is None else str(value) for value in texts]
-
-
-def _said(file: pyarrow.parquet.ParquetFile, rule: SplitRule, others: Set[str | None]) -> list[Said]:
-    """List what a file's columns, except some others, say of each row's split; nothing: [].
-
-    Of a column of texts, the first row group often tells that it says nothing: the others are not read.
-    """
-    from pyarrow import types
-
-    schema, columns, values = file.schema_arrow, Columns(rule), {}
-    for name, kind in _fields((field.name, field.type) for field in schema if field.name not in others):
-        is_named = columns.is_named(name)
-        if is_named and (types.is_list(kind) or types.is_large_list(kind)):
-            kind = kind.value_type
-        kind = kind.value_type if types.is_dictionary(kind) else kind
-        is_simple = types.is_primitive(kind) or str(kind).endswith("binary")
-        if not (str(kind) in STRINGS or (is_named and is_simple) or class_names(schema, name)):
-            continue
-        texts: list[str] = []
-        for group in range(file.metadata.num_row_groups):
-            of_group = _named(schema, name, _texts(file, name, group))
-            if not columns.may_be(name, dict.fromkeys(of_group)):
-                break
-            texts += of_group
-        else:
-            values[name] = texts
-    rows = zip(*values.values(), strict=True)
-    return columns.keep([columns.said(zip(values, row, strict=True)) for row in rows])
-
-
-def _fields(columns: Iterable[tuple[str, pyarrow.DataType]]) -> Iterator[tuple[str, pyarrow.DataType]]:
-    """List columns' names and types, those of structs by field, as `meta.split`."""
-    from pyarrow import types
-
-    for name, kind in columns:
-        if types.is_struct(kind):
-            yield from _fields((f"{name}.{field.name}", field.type) for field in kind)
-        else:
-            yield name, kind
-
-
-def _named(schema: pyarrow.Schema, column: str, texts: list[str]) -> list[str]:
-    """Replace numbers by names, where Hugging Face's `datasets` has written these into the schema."""
-    names = class_names(schema, column)
-    return [names[int(text)] if text.isdecimal() and int(text) < len(names) else text for text in texts]
-
-
-def _join_listed(tables: list[_Table]) -> Listed:
-    parts: dict[Part, int] = {}
-    part = [np.zeros(0, np.int32)]
-    for table in tables:
-        if table.said:
-            part.append(
-                np.array([parts.setdefault(Part(table.name, said), len(parts)) for said in table.said], np.int32)
-            )
-        elif table.labels:
-            part.append(np.full(len(table.labels), parts.setdefault(Part(table.name), len(parts)), np.int32))
-    paths = [path for table in tables for path in table.paths or [""] * len(table.labels)]
-    labels = [label for table in tables for label in table.labels]
-
-    def unlabelled(i: int) -> SourceError:
-        for table in tables:
-            if i < len(table.labels):
-                break
-            i -= len(table.labels)
-        return SourceError(table.lack or f"row {i} has no {table.label}", path=table.path)
-
-    return Listed(list(parts), np.concatenate(part), labels, [paths], lambda: Paths.from_texts(paths), unlabelled)
-
-
 def _classes(
-    path: Path, tables: dict[str, list[_Table]], texts: dict[str, Sequence[str]], how: str
+    path: Path, tables: dict[str, list[ListedFile]], texts: dict[str, Sequence[str]], how: str
 ) -> tuple[list[str], dict[str, np.ndarray]]:
     """Return the classes, and the labels of each split. Raises SourceError. `how`: see `number_labels`."""
     first, *others = (table for of_split in tables.values() for table in of_split)
@@ -220,7 +94,7 @@ def _classes(
     return classes, labels
 
 
-def _join(tables: list[_Table], mask: np.ndarray, labels: np.ndarray) -> ParquetRows:
+def _join(tables: list[ListedFile], mask: np.ndarray, labels: np.ndarray) -> ParquetRows:
     """Join those rows of some files that a mask, bool[rows of all], picks; the labels are theirs."""
     first, last = tables[0], tables[-1]
     if columns := {table.column for table in tables} - {first.column}:
@@ -241,3 +115,102 @@ def _join(tables: list[_Table], mask: np.ndarray, labels: np.ndarray) -> Parquet
         labels=labels,
         blocks=np.repeat(np.arange(len(num_rows)), num_rows)[mask],
     )
+
+
+@dataclass(eq=False)
+class ParquetRows:
+    """Samples that are rows of Parquet files, in their order; a row group is a block."""
+
+    files: list[str]
+    column: str  # with the images' bytes
+    file: np.ndarray  # int32[G]: of each row group
+    group: np.ndarray  # int32[G]: its number in its file
+    start: np.ndarray  # int64[G]: its first row in the file
+    image_bytes: np.ndarray  # int64[G]: of an image in it, on average
+    row: np.ndarray  # int64[N]: each sample's row in its file
+    labels: np.ndarray
+    blocks: np.ndarray  # int64[N]: row group of each sample
+    _row_groups: _RowGroups = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._row_groups = _RowGroups(self._decode)
+
+    @property
+    def names(self) -> list[str]:
+        stems = [Path(file).stem for file in self.files]
+        rows = zip(self.file[self.blocks].tolist(), self.row.tolist(), strict=True)
+        return [f"{stems[file]}/{row:06d}" for file, row in rows]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def where(self, i: int) -> str:
+        return f"{self.files[self.file[self.blocks[i]]]}, row {self.row[i]}"
+
+    def size_bytes(self, i: int) -> int:
+        """Return the mean size in the row group."""
+        return int(self.image_bytes[self.blocks[i]])
+
+    def read(self, i: int, buffer: memoryview) -> Buffer:
+        block = int(self.blocks[i])
+        value = self._row_groups.get(block)[int(self.row[i] - self.start[block])].as_buffer()
+        if value is None:
+            raise ValueError("holds no image: null")
+        if value.size > len(buffer):
+            return value.to_pybytes()
+        buffer[: value.size] = memoryview(value).cast("B")
+        return buffer[: value.size]
+
+    def close(self) -> None:
+        self._row_groups = _RowGroups(self._decode)
+
+    def _decode(self, block: int) -> pyarrow.ChunkedArray:
+        """Read the images of a row group, as binary."""
+        path = self.files[self.file[block]]
+        parquet = import_parquet(path)
+        from pyarrow import compute
+
+        group = int(self.group[block])
+        try:
+            with parquet.ParquetFile(path) as file:
+                table = file.read_row_group(group, columns=[self.column], use_threads=False)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, NotImplementedError, IndexError) as error:  # Arrow's errors are subclasses
+            # Never the fault of one image: the disk fails, or the file has been truncated since it was listed.
+            raise SourceError(f"row group {group} cannot be read: {error}", path=path) from error
+        images = table.column(0)
+        return compute.struct_field(images, "bytes") if self.column.endswith(".bytes") else images
+
+
+class _RowGroups:
+    """The row groups that were decoded last. One that several threads ask for is decoded once."""
+
+    def __init__(self, decode: Callable[[int], pyarrow.ChunkedArray]) -> None:
+        self._decode = decode
+        self._lock = threading.Lock()
+        self._futures: dict[int, Future] = {}  # in the order in which they were last asked for
+
+    def get(self, block: int) -> pyarrow.ChunkedArray:
+        with self._lock:
+            future = self._futures.pop(block, None)
+            is_new = future is None
+            self._futures[block] = future = future or Future()
+        if is_new:
+            try:
+                future.set_result(self._decode(block))
+            except BaseException as error:
+                with self._lock:
+                    self._futures.pop(block, None)
+                future.set_exception(error)
+            self._drop()
+        return future.result()
+
+    def _drop(self) -> None:
+        with self._lock:
+            sizes = {block: future.result().nbytes for block, future in self._futures.items() if future.done()}
+            total = sum(sizes.values())
+            for block in list(sizes)[:-1]:
+                if total > KEPT_BYTES:
+                    del self._futures[block]
+                    total -= sizes[block]

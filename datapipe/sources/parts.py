@@ -12,23 +12,22 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import SettingError, SourceError
-from ..split_names import TRAIN, VAL, split_words
-from ..split_patterns import matches
+from ..split_names import NAMED, TRAIN, VAL, matches, split_words, splits_of
 from ..splits import AmbiguousSplitError, SplitRule
 from .listing import Listing
-from .shard_names import check_contents, check_copies, check_names
-from .short_forms import check_undivided
-from .split_columns import Part, column_value, splits_of
-from .split_paths import Names, Paths, by_file_name, by_folder, check_paths, may_speak
+from .shard_names import check_contents
+from .split_columns import Part, Said, column_value
+from .split_paths import Names, Paths, by_file_name, by_folder, check_paths, check_undivided, may_speak
 from .split_table import SplitTable, filled
 
-UNLABELLED = {"", "-1"}  # what test splits have in place of labels
-NAMED = 3  # values that a message gives
+_UNLABELLED = {"", "-1"}  # what test splits have in place of labels
 
 
 @dataclass
@@ -52,49 +51,33 @@ class Listed:
     unlabelled: Callable[[int], SourceError]
 
 
-def choose_files(names: Sequence[str], listing: Listing, source: Path, may_wait: bool = True) -> dict[str, str]:
-    """Choose which files of a data set are read, where their names say it.
+def join_files(
+    files: Iterable[tuple[str, Sequence[str], Sequence[Said]]],
+    paths: Sequence[str],
+    unlabelled: Callable[[int, str], SourceError],
+) -> Listed:
+    """Return the samples of all files.
 
     Args:
-        names: Paths of the files below the source.
-        listing: Listing with the rule that tells splits apart.
-        source: The data set, for messages.
-        may_wait: Whether to leave it to `divide` if it is not clear, since the files may have columns.
-
-    Returns:
-        The split of each file that is read, "train", "val" or (if nothing is val) "test"; "": their names do not say.
-
-    Raises:
-        SourceError: It can be read in two ways what belongs to which split.
+        files: Each file's path below the source, its samples' labels, and what is said of each split; nothing: [].
+        paths: The samples' paths in the files.
+        unlabelled: Function that gives the error for a sample without a label, by its number, and its file.
     """
-    if listing.rule.patterns:
-        return _choose_files(names, listing, source, may_wait)
-    check_copies(names, source)
-    files = _choose_files(names, listing, source, may_wait)
-    check_names(files, source)
-    return files
+    parts: dict[Part, int] = {}
+    part: list[int] = []
+    labels: list[str] = []
+    for file, of_file, said in files:
+        labels += of_file
+        part += [parts.setdefault(Part(file, its), len(parts)) for its in said or repeat((), len(of_file))]
+    names = [file for file, _ in parts]
+    numbers = np.array(part, np.int32)
+    return Listed(
+        list(parts), numbers, labels, [paths], lambda: Paths.from_texts(paths), lambda i: unlabelled(i, names[part[i]])
+    )
 
 
-def _choose_files(names: Sequence[str], listing: Listing, source: Path, may_wait: bool) -> dict[str, str]:
-    rule = listing.rule
-    if rule.patterns:
-        if len(names) < 2 or not _covers(rule, names):
-            return dict.fromkeys(names, "")
-    elif not any(map(split_words, names)) and may_wait:
-        return dict.fromkeys(names, "")
-    try:
-        splits = listing.choose(rule.divide(names, source), names, keep_test=True)
-    except AmbiguousSplitError:
-        if may_wait:
-            return dict.fromkeys(names, "")
-        raise
-    is_said = rule.patterns or any(map(split_words, names))
-    split_of = {name: split if is_said else "" for split, of_split in splits.items() for name in of_split}
-    return {name: split_of[name] for name in names if name in split_of}
-
-
-def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: Path) -> dict[str, np.ndarray]:
-    """Divide samples by split.
+def divide_samples(listed: Listed, files: Mapping[str, str], listing: Listing, source: Path) -> dict[str, np.ndarray]:
+    """Return the samples of each split, "train" and "val", in their order, int64[M].
 
     Args:
         listed: The samples.
@@ -102,54 +85,84 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
         listing: Listing with the rule that tells splits apart.
         source: The data set, for messages.
 
-    Returns:
-        The samples of each split, "train" and "val", in their order, int64[M].
-
     Raises:
         SourceError: It can be read in two ways what belongs to which split, or samples have no labels.
         SettingError: The patterns do not fit what is there.
     """
-    rule = listing.rule
     empty = files.keys() - {part.file for part in listed.parts}
     listed = replace(listed, parts=filled([*listed.parts, *(Part(file) for file in files if file in empty)]))
-    by_file = bool(files) and all(files.values())
-    paths = table = None
-    if rule.patterns:
-        (names, number, typed), rule = (_by_file(listed), rule) if by_file else _by_pattern(listed, rule, source)
-    else:
-        table = SplitTable(listed.parts, source, partial(_labels_of, listed))
-        table.check_files(files)
-        names, number, typed = _by_name(listed, table.names, table.typed)
-        by_file = by_file and not table.columns
-        is_said = any(map(split_words, names))
-        if may_speak(listed.texts):
-            at = listed.paths()
-            paths = by_folder(at, listed.labels) or (None if is_said else by_file_name(at))
-        if paths is not None and not is_said:
-            names, number, typed = paths
-        table.check_rest(len(set().union(*map(splits_of, names))))
-    bare = _unlabelled(listed, names, number)
-    if by_file:
-        raw: dict[str, list[str]] = {}
-        for name in names:
-            raw.setdefault(files[name], []).append(name)
-    else:
-        if not rule.patterns and not any(map(split_words, names)):
-            check_undivided(names, listed.paths(), listed.labels, source)
-            rule.check_own_name(source)
-        try:
-            raw = rule.divide(names, source, typed)
-        except AmbiguousSplitError as error:
-            raise (table.refusal(error) if table is not None else error) from None
+    divide_names = _divide_as_typed if listing.rule.patterns else _divide_as_said
+    (names, number, typed), named, table, paths = divide_names(listed, files, listing.rule, source)
     place = {name: at for at, name in enumerate(names)}
 
     def left_out(name: str) -> Iterable[str]:
         return [name] if name in files else _samples(listed, np.flatnonzero(number == place[name]))
 
-    splits = listing.choose(raw, [] if by_file else names, bare, left_out=left_out)
+    splits = listing.choose(named, names, _unlabelled(listed, names, number), left_out=left_out)
     samples = {
         split: np.flatnonzero(np.isin(number, [place[name] for name in of_split])) for split, of_split in splits.items()
     }
+    _check_labels(listed, samples, source)
+    if paths is not None:
+        said = {name: split for split, of_split in named.items() for name in of_split}
+        check_paths(Names(names, number, typed), said, paths, listed.paths, source)
+    check_contents({name: files[name] for name in files if name not in empty}, source, bool(listing.rule.patterns))
+    if table is not None:
+        table.report(len(samples.get(TRAIN, ())), len(samples.get(VAL, ())))
+    return samples
+
+
+class _Division(NamedTuple):
+    """What the samples are divided by, and the names of each split."""
+
+    chosen: Names
+    splits: Mapping[str, list[str]]
+    table: SplitTable | None = None  # of columns
+    paths: Names | None = None  # what the samples' paths say, if something else divides them
+
+
+def _divide_as_typed(listed: Listed, files: Mapping[str, str], rule: SplitRule, source: Path) -> _Division:
+    """Divide samples by what `--split` names."""
+    if files and all(files.values()):
+        names = _by_file(listed)
+        return _Division(names, _by_split(names.names, files))
+    names, rule = _by_pattern(listed, rule, source)
+    return _Division(names, rule.divide(names.names, source, names.typed))
+
+
+def _divide_as_said(listed: Listed, files: Mapping[str, str], rule: SplitRule, source: Path) -> _Division:
+    """Divide samples by what columns, files' names or paths say."""
+    table = SplitTable(listed.parts, source, partial(_labels_of, listed))
+    table.check_files(files)
+    chosen = _by_name(listed, table.names, table.typed)
+    is_said = any(map(split_words, chosen.names))
+    paths = None
+    if may_speak(listed.texts):
+        at = listed.paths()
+        paths = by_folder(at, listed.labels) or (None if is_said else by_file_name(at))
+    if paths is not None and not is_said:
+        chosen, paths = paths, None
+    table.check_rest(len(set().union(*map(splits_of, chosen.names))))
+    if files and all(files.values()) and not table.columns:
+        return _Division(chosen, _by_split(chosen.names, files), table, paths)
+    if not any(map(split_words, chosen.names)):
+        check_undivided(chosen.names, listed.paths(), listed.labels, source)
+        rule.check_own_name(source)
+    try:
+        return _Division(chosen, rule.divide(chosen.names, source, chosen.typed), table, paths)
+    except AmbiguousSplitError as error:
+        raise table.refusal(error) from None
+
+
+def _by_split(names: Iterable[str], files: Mapping[str, str]) -> dict[str, list[str]]:
+    splits: dict[str, list[str]] = {}
+    for name in names:
+        splits.setdefault(files[name], []).append(name)
+    return splits
+
+
+def _check_labels(listed: Listed, samples: Mapping[str, np.ndarray], source: Path) -> None:
+    """Raise SourceError for a split without samples, or a sample without a label."""
     if not samples and "" in listed.labels:  # all of it is a test split
         raise listed.unlabelled(listed.labels.index(""))
     for split, of_split in samples.items():
@@ -157,13 +170,6 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
             raise SourceError(f"split {split} holds no images", path=source)
         if "" in (labels := pick(listed.labels, of_split)):
             raise listed.unlabelled(int(of_split[labels.index("")]))
-    if table is not None and paths is not None and number is not paths.number:
-        said = {name: split for split, of_split in raw.items() for name in of_split}
-        check_paths(Names(names, number, typed), said, paths, listed.paths, source)
-    check_contents({name: files[name] for name in files if name not in empty}, source, bool(listing.rule.patterns))
-    if table is not None:
-        table.report(len(samples.get(TRAIN, ())), len(samples.get(VAL, ())))
-    return samples
 
 
 def pick(values: Sequence[str], samples: np.ndarray) -> Sequence[str]:
@@ -180,9 +186,8 @@ def pick(values: Sequence[str], samples: np.ndarray) -> Sequence[str]:
 
 
 def _by_name(listed: Listed, names_of_parts: Iterable[str], typed: Mapping[str, Sequence[str]] | None = None) -> Names:
-    names: dict[str, int] = {}
-    numbers = [names.setdefault(name, len(names)) for name in names_of_parts]
-    return Names(list(names), np.array(numbers, np.int32)[listed.part], lambda name: (typed or {}).get(name, [name]))
+    of_parts = Names.from_texts(names_of_parts, lambda name: (typed or {}).get(name, [name]))
+    return of_parts._replace(number=of_parts.number[listed.part])
 
 
 def _by_file(listed: Listed) -> Names:
@@ -208,11 +213,8 @@ def _samples(listed: Listed, samples: np.ndarray) -> Iterator[str]:
 def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, SplitRule]:
     """Name samples by what the patterns name: values of a column, paths, or files.
 
-    Returns:
-        The names, and the patterns without `COLUMN=`.
-
-    Raises:
-        SettingError: The patterns name nothing, or different things, or values of several columns.
+    Returns the names, and the patterns without `COLUMN=`. Raises SettingError if the patterns name nothing, or
+    different things, or values of several columns.
     """
     if all(pattern == "." for _, pattern in rule.patterns):
         return _by_file(listed), rule
@@ -221,7 +223,7 @@ def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, S
     for column in columns:
         names = _by_name(listed, (column_value(part, column) for part in listed.parts))
         bare = [(split, _without(column, pattern)) for split, pattern in rule.patterns]
-        if _covers(values := SplitRule(tuple(bare)), names.names):
+        if (values := SplitRule(tuple(bare))).covers(names.names):
             fitting[column] = names, values
     divisions = []
     for (distinct_values, number, _), values in fitting.values():
@@ -239,15 +241,17 @@ def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, S
     if fitting:
         return next(iter(fitting.values()))
     paths = list(map(os.path.normpath, listed.paths().joined()))
-    distinct = {path: number for number, path in enumerate(dict.fromkeys(paths))}
-    if _covers(rule, list(distinct)):
-        return Names(list(distinct), np.array([distinct[path] for path in paths], np.int32)), rule
+    by_path = Names.from_texts(paths)
+    if rule.covers(by_path.names):
+        return by_path, rule
     files = _by_file(listed)
-    if _covers(rule, files.names):
+    if rule.covers(files.names):
         return files, rule
     said = list(dict.fromkeys(f"{name}={value}" for part in listed.parts for name, value in part.said if value))
-    everything = [*said, *(text.partition("=")[2] for text in said), *files.names, *distinct]
-    wrong = next((pattern for _, pattern in rule.patterns if not _names_any(everything, pattern)), None)
+    everything = [*said, *(text.partition("=")[2] for text in said), *files.names, *by_path.names]
+    wrong = next(
+        (pattern for _, pattern in rule.patterns if not any(matches(name, pattern) for name in everything)), None
+    )
     what = "the patterns name different things" if wrong is None else f"{wrong!r} names nothing"
     there = ", ".join([*said[:NAMED], *files.names[:NAMED], *paths[:NAMED]])
     raise SettingError(
@@ -262,22 +266,13 @@ def _without(column: str, pattern: str) -> str:
     return values if equals and values and named.lower() == column.lower() else pattern
 
 
-def _covers(rule: SplitRule, names: Sequence[str]) -> bool:
-    """Whether each pattern names one of the names at least."""
-    return all(_names_any(names, pattern) for _, pattern in rule.patterns)
-
-
-def _names_any(names: Sequence[str], pattern: str) -> bool:
-    return any(matches(name, pattern) for name in names)
-
-
 # --- what does not fit ------------------------------------------------------------------------------
 
 
 def _unlabelled(listed: Listed, names: Sequence[str], number: np.ndarray) -> set[str]:
     """Return the names none of whose samples has a label."""
-    if UNLABELLED.isdisjoint(listed.labels):
+    if _UNLABELLED.isdisjoint(listed.labels):
         return set()
-    labelled = np.fromiter((label not in UNLABELLED for label in listed.labels), bool, len(listed.labels))
+    labelled = np.fromiter((label not in _UNLABELLED for label in listed.labels), bool, len(listed.labels))
     having = set(np.unique(number[labelled]).tolist())
     return {name for at, name in enumerate(names) if at not in having}

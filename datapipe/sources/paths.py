@@ -18,7 +18,7 @@ from ..errors import SourceError
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last: do not wait for the writer of a pipe named x.jpg
 FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 LEAVES = "is a link that leads out of the source; --outside follows it"
-MAX_IMAGE_BYTES = 1 << 30  # twice what `codec.MAX_PIXELS` pixels take uncompressed: nothing larger is an image
+_MAX_IMAGE_BYTES = 1 << 30  # twice what `codec.MAX_PIXELS` pixels take uncompressed: nothing larger is an image
 
 
 def real_path(path: str, dir_fd: int | None = None) -> str:
@@ -50,15 +50,12 @@ def is_inside(path: str, folder: str) -> bool:
 
 
 def follow(path: str, real_bounds: str | None, dir_fd: int | None = None) -> str:
-    """Follow every link in a path, as `real_path` does. Raises ValueError when it leaves the bounds.
+    """Return the real path, as `real_path` does. Raises ValueError when it leaves the bounds.
 
     Args:
         path: Absolute, or relative to `dir_fd`.
         real_bounds: See above.
         dir_fd: A folder's descriptor.
-
-    Returns:
-        The real path.
     """
     real = real_path(path, dir_fd)
     if real_bounds is not None and not is_inside(real, real_bounds):
@@ -67,15 +64,12 @@ def follow(path: str, real_bounds: str | None, dir_fd: int | None = None) -> str
 
 
 def open_file(path: str, real_bounds: str | None, dir_fd: int | None = None) -> int:
-    """Open a file: one request, unless it is a link.
+    """Open a file, with one request unless it is a link, and return its descriptor.
 
     Args:
         path: Absolute, or relative to `dir_fd`.
         real_bounds: See above.
         dir_fd: A folder's descriptor.
-
-    Returns:
-        The file's descriptor.
 
     Raises:
         OSError: It cannot be opened.
@@ -108,7 +102,7 @@ def check_inside(path: str, bounds: str | None) -> None:
 
 
 @contextmanager
-def opened(path: str, bounds: str | None) -> Iterator[int]:
+def open_checked(path: str, bounds: str | None) -> Iterator[int]:
     """Open a folder or large file to be listed, every part of whose path is checked; yield its descriptor.
 
     Raises SourceError, also in place of an OSError while the descriptor is used.
@@ -124,7 +118,7 @@ def opened(path: str, bounds: str | None) -> Iterator[int]:
 
 
 def read_at(fd: int, buffer: memoryview | bytearray, offset: int) -> int:
-    """Fill a buffer from a file, with more than one read if need be.
+    """Fill a buffer from a file, and return the number of bytes: fewer than asked for only at the end of the file.
 
     A read may return less than there is, before an error (which the next read raises) or when a signal arrives.
 
@@ -132,9 +126,6 @@ def read_at(fd: int, buffer: memoryview | bytearray, offset: int) -> int:
         fd: The file's descriptor.
         buffer: Memory to read into.
         offset: Offset of the bytes in the file, in bytes.
-
-    Returns:
-        The number of bytes that were read: fewer than asked for only at the end of the file.
     """
     size = os.preadv(fd, [buffer], offset)
     while size < len(buffer):
@@ -147,7 +138,7 @@ def read_at(fd: int, buffer: memoryview | bytearray, offset: int) -> int:
 
 def own_memory(size: int) -> bytearray:
     """Allocate memory for an image that the buffer is too small for. Raises ValueError for what is not an image."""
-    if size > MAX_IMAGE_BYTES:
+    if size > _MAX_IMAGE_BYTES:
         raise ValueError(f"is not an image: {size} bytes")
     return bytearray(size)
 

@@ -12,35 +12,38 @@ from shlex import quote
 
 from ..console import format_some
 from ..errors import DatapipeError, SettingError, SourceError
-from ..split_names import SPLIT_OF, TEST, TRAIN, VAL, have_twins, is_split_name, split_words
-from ..split_patterns import matches, split_options
+from ..split_names import (
+    NAMED,
+    TEST,
+    TRAIN,
+    VAL,
+    have_twins,
+    is_split_name,
+    matches,
+    named_options,
+    split_options,
+    split_words,
+    splits_of,
+)
 from ..split_variants import find_variants
 from ..splits import AmbiguousSplitError
 from . import open_source
-from .class_folders import OF_IMAGES
+from .class_folders import OF_IMAGES, advise_joined, are_parts, shared_classes
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import is_image, may_have_labels
-from .joined import advise_joined, are_parts, named_options, shared_classes
-from .label_advice import advise_lists, advise_sorting
-from .listing import LeftOut, Listing
-from .root_search import Root, find_root, find_splits
-from .roots import class_folder, folders_in
-from .table_advice import advise_tables, without_log
-from .tables_beside import lists_of_splits
-
-NAMED = 3  # readings that a message gives
+from .listing import LeftOut, Listing, folders_in
+from .named_images import lists_of_splits
+from .roots import Root, class_folder, find_root, find_splits
+from .table_advice import advise_lists, advise_sorting, advise_tables, without_log
 
 
 def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSplitError) -> str:
-    """Say what to type, or what to do, about folders that were refused.
+    """Return what to type, or what to do, about folders that were refused, for the end of a message.
 
     Args:
         source: Path that the user has given.
         listing: Listing with what the user says of the source.
         error: The refusal.
-
-    Returns:
-        The text, for the end of a message.
     """
     doubt = error.doubt if isinstance(error, RootError) else None
     if doubt and doubt.about == "lists":
@@ -83,7 +86,7 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
 
 def _advise_lists(source: Path, listing: Listing) -> str:
     """Say how to read class folders by lists of splits, and without them."""
-    tree = ClassTree.scan(source, None if listing.outside else str(source), LeftOut())
+    tree = ClassTree.scan(source, listing.bounds(source), LeftOut())
     root = find_root(source, ".", listing)
     by_lists = advise_lists(source, lists_of_splits(tree), root.classes if root else ())
     by_lists = by_lists or "if so, write a CSV file with the columns path, label and split, and give that"
@@ -94,7 +97,7 @@ def _advise_lists(source: Path, listing: Listing) -> str:
 def _are_classes(source: Path, listing: Listing) -> bool:
     """Whether each folder in a source holds images itself, as class folders do."""
     try:
-        tree = ClassTree.scan(source, None if listing.outside else str(source), LeftOut())
+        tree = ClassTree.scan(source, listing.bounds(source), LeftOut())
     except SourceError:
         return False
     return tree.filled() == {folder for content in tree.classes.values() for folder, _ in content.folders}
@@ -169,16 +172,10 @@ def _advise_splits(
 ) -> tuple[list[str], bool]:
     """Say which folders to take for the splits, and what to do about those that cannot be taken as they are.
 
-    Args:
-        source: Path that the user has given.
-        folders: The folders in it.
-        listing: Listing with the bounds.
-        may_be_classes: Whether folders that hold images themselves may be class folders.
-
-    Returns:
-        The texts, and whether some folders have no class folders.
+    `may_be_classes`: whether folders that hold images themselves may be class folders. Returns the texts, and whether
+    some folders have no class folders.
     """
-    named = {name: {SPLIT_OF[word] for word in split_words(name)} for name in folders}
+    named = {name: splits_of(name) for name in folders}
     roots = {name: root for name in folders if (root := find_root(source, name, listing)) is not None}
     by_name = sorted(named, key=lambda name: (not is_split_name(name), name))
     names = {TRAIN: [name for name in by_name if TRAIN in named[name]]}
@@ -212,13 +209,8 @@ def _choose_roots(
 ) -> tuple[dict[str, Root], list[str]]:
     """Choose a folder for each split, and say what to type for it, and for the others that may be meant.
 
-    Args:
-        names: The folders that may be a split's.
-        roots: Class folders that the folders hold, of those that hold some.
-        folders: All folders in the source.
-
-    Returns:
-        What was chosen first, and the texts.
+    `names`: the folders that may be a split's; `roots`: those of all `folders` that hold class folders. Returns what
+    was chosen first, and the texts.
     """
     fitting = {split: [name for name in of_split if name in roots] for split, of_split in names.items()}
     choices: list[dict[str, Root]] = []

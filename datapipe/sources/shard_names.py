@@ -1,6 +1,6 @@
-"""What tars or tables of a data set say of each other: folds, shards that are missing, and copies of a file.
+"""The tars or tables of a data set: which are read, and what their names say of each other.
 
-They are refused where nobody has said with `--split` what to take.
+Folds, sets from which shards are missing, and copies of a file are refused, unless `--split` says what to take.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,42 +18,74 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..console import format_count
-from ..split_names import FOLD, HASH, SPLIT_OF, TRAIN, VAL, split_words
-from ..split_patterns import matches, split_options
+from ..split_names import FOLD, HASH, NAMED, TRAIN, VAL, matches, named_options, split_options, split_words, splits_of
 from ..splits import CHOOSE, AmbiguousSplitError
+from .listing import Listing
 
 logger = logging.getLogger(__name__)
 
 # What browsers, file managers and people add to the name of a copy.
-COPY = re.compile(
+_COPY = re.compile(
     r"(?i)^(copy of|kopie von|copie de|copia de)[ _]"
     r"|[ _]*\(([0-9]+|[^()]*\b(copy|kopie|copie|copia)\b[^()]*)\)"
     r"|[ _.-]+(copy|kopie|copie|copia)([ _-]?[0-9]+)?(?![a-z0-9])"
 )
-NUMBER_OF = re.compile("(?i)(?<![0-9])([0-9]+)[-_ ]?of[-_ ]?([0-9]+)(?![0-9])")  # as in train-00000-of-00294.parquet
-LAST_NUMBER = re.compile("[0-9]+(?=[^0-9]*$)")
-NAMED = 3  # shards that a message gives
-READ_BYTES = (1 << 12, 1 << 20)  # of both ends of files of equal size: more where the first are equal
+_NUMBER_OF = re.compile("(?i)(?<![0-9])([0-9]+)[-_ ]?of[-_ ]?([0-9]+)(?![0-9])")  # as in train-00000-of-00294.parquet
+_LAST_NUMBER = re.compile("[0-9]+(?=[^0-9]*$)")
+_READ_BYTES = (1 << 12, 1 << 20)  # of both ends of files of equal size: more where the first are equal
 
 
-def check_copies(names: Sequence[str], source: Path) -> None:
+def choose_files(names: Sequence[str], listing: Listing, source: Path, may_wait: bool = True) -> dict[str, str]:
+    """Choose which files of a data set are read, where their names say it.
+
+    Args:
+        names: Paths of the files below the source.
+        listing: Listing with the rule that tells splits apart.
+        source: The data set, for messages.
+        may_wait: Whether to leave it to `divide_samples` if it is not clear, since the files may have columns.
+
+    Returns:
+        The split of each file that is read, "train", "val" or (if nothing is val) "test"; "": their names do not say.
+    """
+    if listing.rule.patterns:
+        return _choose_files(names, listing, source, may_wait)
+    _check_copies(names, source)
+    files = _choose_files(names, listing, source, may_wait)
+    _check_names(files, source)
+    return files
+
+
+def _choose_files(names: Sequence[str], listing: Listing, source: Path, may_wait: bool) -> dict[str, str]:
+    rule = listing.rule
+    if rule.patterns:
+        if len(names) < 2 or not rule.covers(names):
+            return dict.fromkeys(names, "")
+    elif not any(map(split_words, names)) and may_wait:
+        return dict.fromkeys(names, "")
+    try:
+        splits = listing.choose(rule.divide(names, source), names, keep_test=True)
+    except AmbiguousSplitError:
+        if may_wait:
+            return dict.fromkeys(names, "")
+        raise
+    is_said = rule.patterns or any(map(split_words, names))
+    split_of = {name: split if is_said else "" for split, of_split in splits.items() for name in of_split}
+    return {name: split_of[name] for name in names if name in split_of}
+
+
+def _check_copies(names: Sequence[str], source: Path) -> None:
     """Raise AmbiguousSplitError if a file is called as a copy of another: of names below the source."""
     for name in names:
         folder, file = os.path.split(name)
-        original = os.path.join(folder, COPY.sub("", file).strip())
+        original = os.path.join(folder, _COPY.sub("", file).strip())
         if original != name and original in names:
             raise _twice(original, name, "are called as a file and its copy", dict.fromkeys(names, ""), source)
 
 
-def check_names(files: Mapping[str, str], source: Path) -> None:
-    """Check what the names of files say of each other.
+def _check_names(files: Mapping[str, str], source: Path) -> None:
+    """Check what the names of files below the source, given with their splits ("": not known), say of each other.
 
-    Args:
-        files: The files that are read, by their paths below the source, and the split of each; "": not known.
-        source: The data set, for messages.
-
-    Raises:
-        AmbiguousSplitError: They are folds, or shards are missing.
+    Raises AmbiguousSplitError if they are folds, or shards are missing.
     """
     if not any(map(split_words, files)):
         check_folds(list(files), source)
@@ -63,15 +94,12 @@ def check_names(files: Mapping[str, str], source: Path) -> None:
 
 
 def check_contents(files: Mapping[str, str], source: Path, is_said: bool) -> None:
-    """Check that no two files hold the same bytes: those of equal size are compared, 1 MiB at each of their ends.
+    """Raise AmbiguousSplitError if two files of a split hold the same bytes: 1 MiB at each of their ends is compared.
 
     Args:
         files: The files that hold samples, by their paths below the source, and the split of each.
         source: The data set.
         is_said: Whether the user has said which to take: then a warning is enough, as for files of two splits.
-
-    Raises:
-        AmbiguousSplitError: Two files of a split do.
     """
     for alike in _alike(list(files), source):
         first, second, *_ = sorted(alike, key=lambda name: (len(name), name))
@@ -94,7 +122,7 @@ def _options(files: Mapping[str, str], others: Sequence[str]) -> str:
     """Return `--split` options that name files by their splits, and no others; "" where few patterns do not."""
     groups: dict[str, list[str]] = {TRAIN: [], VAL: []}
     for name, split in files.items():
-        by_name = {SPLIT_OF[word] for word in split_words(os.path.basename(name))}
+        by_name = splits_of(os.path.basename(name))
         is_val = split not in ("", TRAIN) or (not split and by_name and TRAIN not in by_name)
         groups[VAL if is_val else TRAIN].append(name)
     return "--split train=." if not others and not groups[VAL] else split_options(groups, others)
@@ -114,9 +142,8 @@ def check_folds(names: Sequence[str], source: Path) -> None:
     first = min(folds)
     val = _fold_patterns(folds[first])
     train = _fold_patterns([name for fold in sorted(folds) if fold != first for name in folds[fold]])
-    texts = [f"{split}={shlex.quote(text)}" for split, its in ((TRAIN, train), (VAL, val)) for text in its]
     is_divided = not any(matches(name, text) for name in folds[first] for text in train)
-    options = " ".join(f"--split {text}" for text in texts) if is_divided else ""
+    options = named_options({TRAIN: train, VAL: val}) if is_divided else ""
     raise AmbiguousSplitError(
         source,
         f"holds folds {', '.join(map(str, sorted(folds)))}",
@@ -152,7 +179,7 @@ class _Shard(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> _Shard | None:
-        match = NUMBER_OF.search(name, name.rfind("/") + 1)
+        match = _NUMBER_OF.search(name, name.rfind("/") + 1)
         if match is None or int(match[1]) > int(match[2]):
             return None
         return cls(name[: match.start()], int(match[1]), int(match[2]), match[0])
@@ -200,7 +227,7 @@ def _tell_gaps(names: Iterable[str], source: Path) -> None:
     """Warn of numbers that are missing between those of files called alike, such as 0.tar, 1.tar and 3.tar."""
     series: dict[str, set[int]] = {}
     for name in names:
-        if (match := LAST_NUMBER.search(name)) and not NUMBER_OF.search(name) and not HASH.search(name):
+        if (match := _LAST_NUMBER.search(name)) and not _NUMBER_OF.search(name) and not HASH.search(name):
             series.setdefault(f"{name[: match.start()]}*{name[match.end() :]}", set()).add(int(match[0]))
     for pattern, numbers in series.items():
         missing = (number for number in range(min(numbers), max(numbers)) if number not in numbers)
@@ -216,7 +243,7 @@ def _tell_gaps(names: Iterable[str], source: Path) -> None:
 def _alike(names: Sequence[str], source: Path) -> Iterator[list[str]]:
     """Find files that hold the same bytes."""
     groups = _grouped(names, lambda name: os.path.getsize(source / name))
-    for num_bytes in READ_BYTES:
+    for num_bytes in _READ_BYTES:
         digest = partial(_digest, source, num_bytes)
         groups = [alike for group in groups for alike in _grouped(group, digest)]
     yield from groups

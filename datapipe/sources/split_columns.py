@@ -11,13 +11,12 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..split_names import SPLIT_OF, is_split_name, split_words
+from ..split_names import is_split_name, short_splits, split_words, splits_of
 from ..splits import SplitRule
 from .labels import LABEL_COLUMN
-from .short_forms import short_splits
 
-COLUMNS = ("split", "subset", "set", "partition", "phase", "usage", "fold", "cv", "tvt")
-COLUMN = re.compile("splits?|subset|partition|k?folds?|(?:train|val(?:id)?|dev|test){2,}")  # a word of a column's name
+_COLUMNS = ("split", "subset", "set", "partition", "phase", "usage", "fold", "cv", "tvt")
+_COLUMN = re.compile("splits?|subset|partition|k?folds?|(?:train|val(?:id)?|dev|test){2,}")  # a word of a column's name
 # What may stand beside names of splits in that of a column, as in is_valid, isTrain, train_or_test.
 BESIDE = re.compile("(?i)(?<![a-z])(?:(?:is|in|for|flag|or|and|vs)(?![a-z])|is(?=train|val|test))")
 TRUTH = {
@@ -25,10 +24,10 @@ TRUTH = {
     **dict.fromkeys(("false", "f", "no", "n", "0", "0.0"), False),
 }
 # Of values that name no split: a column with more distinct ones, or longer ones, is text.
-MAX_OTHERS, MAX_WORDS = 20, 2
+_MAX_OTHERS, _MAX_WORDS = 20, 2
 
 MAX_VALUES = 1000
-LONG_NUMBER = re.compile("[0-9]{3,}")
+_LONG_NUMBER = re.compile("[0-9]{3,}")
 _Says = tuple[tuple[str, ...], bool]
 
 Said = tuple[tuple[str, str], ...]  # the columns of a row that may be of splits, and their values
@@ -87,12 +86,12 @@ class Columns:
         """Return a column and what stands for a new value of it; None if the column is of other things."""
         known, pair = self._known[name], (name, value)
         is_full = len(known) >= MAX_VALUES and name.lower() not in self._meant
-        says = words, is_pure = _says(LONG_NUMBER.sub("000", value) if is_full else value)
+        says = words, is_pure = _says(_LONG_NUMBER.sub("000", value) if is_full else value)
         if is_full and self._patterns:
             return None
         if value and not self.is_named(name) and (not words or (self._num_others[name] and not is_pure)):
             self._num_others[name] += 1
-            is_text = self._num_others[name] > MAX_OTHERS or len(value.split()) > MAX_WORDS
+            is_text = self._num_others[name] > _MAX_OTHERS or len(value.split()) > _MAX_WORDS
             if self._patterns or is_text or LABEL_COLUMN.fullmatch(name):
                 return None
             pair = self._first.setdefault((name, (tuple(short_splits(value)), False)), pair)
@@ -117,17 +116,12 @@ def _says(value: str) -> _Says:
 def is_column(name: str) -> bool:
     """Whether a column is called as one of splits: `split`, `data_split`, `is_valid`; not `test_score`."""
     words = re.findall("[a-z]+", name.lower())
-    return name.lower() in COLUMNS or any(map(COLUMN.fullmatch, words)) or is_split_name(_bare(name))
+    return name.lower() in _COLUMNS or any(map(_COLUMN.fullmatch, words)) or is_split_name(_bare(name))
 
 
 def _bare(name: str) -> str:
     """Return the name of a column, or of a field such as `meta.is_valid`, without `is`."""
     return BESIDE.sub("", name.rpartition(".")[2])
-
-
-def splits_of(text: str) -> set[str]:
-    """Return the splits that a text speaks of."""
-    return {SPLIT_OF[word] for word in split_words(text)}
 
 
 def flag_split(name: str, values: Iterable[str]) -> str | None:

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from ..console import format_count
-from ..split_names import SPLIT_OF, TRAIN, is_split_name, split_words
-from ..split_patterns import options_of
+from ..console import format_count, format_some
+from ..split_names import (
+    FOLD,
+    HASH,
+    TEST,
+    TRAIN,
+    VAL,
+    is_split_name,
+    mean_splits,
+    named_options,
+    options_of,
+    pure_splits,
+    short_splits,
+    split_words,
+    splits_of,
+)
 from ..splits import AmbiguousSplitError, Typed
+from .shard_names import check_folds
 
 logger = logging.getLogger(__name__)
 
-SPOKEN = ("train", "trn", "val", "dev", "test", "tst", "hold", "held", "t10k")  # each word of splits has one of them
-MAX_PATTERNS = 1000  # of files' names: more are not called by a rule
+_SPOKEN = ("train", "trn", "val", "dev", "test", "tst", "hold", "held", "t10k")  # each word of splits has one of them
+_MAX_PATTERNS = 1000  # of files' names: more are not called by a rule
 
 
 class Names(NamedTuple):
@@ -36,6 +51,13 @@ class Names(NamedTuple):
     number: np.ndarray
     typed: Typed = lambda name: [name]
 
+    @classmethod
+    def from_texts(cls, texts: Iterable[str], typed: Typed = lambda name: [name]) -> Names:
+        """Number the distinct ones of some texts, in their order."""
+        numbers: dict[str, int] = {}
+        number = np.array([numbers.setdefault(text, len(numbers)) for text in texts], np.int32)
+        return cls(list(numbers), number, typed)
+
 
 class Paths(NamedTuple):
     """The samples' paths in a table or an archive."""
@@ -47,10 +69,9 @@ class Paths(NamedTuple):
     @classmethod
     def from_texts(cls, paths: Iterable[str]) -> Paths:
         """Divide paths into folders and files."""
-        folders: dict[str, int] = {}
         pairs = [os.path.split(path) for path in paths]
-        numbers = [folders.setdefault(folder, len(folders)) for folder, _ in pairs]
-        return cls(list(folders), np.array(numbers, np.int32), [file for _, file in pairs])
+        folders = Names.from_texts(folder for folder, _ in pairs)
+        return cls(folders.names, folders.number, [file for _, file in pairs])
 
     def joined(self) -> list[str]:
         """List the paths."""
@@ -59,7 +80,7 @@ class Paths(NamedTuple):
 
 
 def may_speak(texts: Sequence[Sequence[str]]) -> bool:
-    return any(word in text for text in ("\n".join(names).lower() for names in texts) for word in SPOKEN)
+    return any(word in text for text in ("\n".join(names).lower() for names in texts) for word in _SPOKEN)
 
 
 def by_folder(paths: Paths, labels: Sequence[str]) -> Names | None:
@@ -89,13 +110,12 @@ def by_folder(paths: Paths, labels: Sequence[str]) -> Names | None:
     if not spoken:
         return None
     _, first = np.unique(paths.folder, return_index=True)
-    names = [
+    names = (
         spoken.get(number) or folder or paths.files[at]
         for (number, folder), at in zip(enumerate(paths.folders), first.tolist(), strict=True)
-    ]
-    distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    number_of = np.array([distinct[name] for name in names], np.int32)
-    return Names(list(distinct), number_of[paths.folder], lambda name: [*places.get(name, {name: None})])
+    )
+    of_folders = Names.from_texts(names, lambda name: [*places.get(name, {name: None})])
+    return of_folders._replace(number=of_folders.number[paths.folder])
 
 
 def _spoken(parts: Sequence[str], below: Mapping[str, set[str]]) -> list[int]:
@@ -113,18 +133,16 @@ def by_file_name(paths: Paths) -> Names | None:
     if not may_speak([paths.files]):
         return None
     bare = re.sub("[0-9]+", "", "\n".join(paths.files)).split("\n")
-    distinct = {name: number for number, name in enumerate(dict.fromkeys(bare))}
-    if len(distinct) > MAX_PATTERNS or len(bare) != len(paths.files):
-        return None
-    pure = {SPLIT_OF[word] for name in distinct if is_split_name(name) for word in split_words(name)}
-    words = [split_words(name) for name in distinct]
-    if len(pure) < 2 and not (all(words) and len({SPLIT_OF[word] for of_name in words for word in of_name}) > 1):
-        return None
 
     def files_of(name: str) -> list[str]:
         return list(dict.fromkeys(itertools.compress(paths.files, map(name.__eq__, bare))))
 
-    return Names(list(distinct), np.array([distinct[name] for name in bare], np.int32), files_of)
+    by_name = Names.from_texts(bare, files_of)
+    if len(by_name.names) > _MAX_PATTERNS or len(bare) != len(paths.files):
+        return None
+    splits = [splits_of(name) for name in by_name.names]
+    are_several = len(pure_splits(by_name.names)) > 1 or (all(splits) and len(set().union(*splits)) > 1)
+    return by_name if are_several else None
 
 
 def check_paths(
@@ -144,7 +162,7 @@ def check_paths(
         source: The data set, for messages.
     """
     names, number, typed = chosen
-    spoken = [{SPLIT_OF[word] for word in split_words(name)} for name in paths.names]
+    spoken = [splits_of(name) for name in paths.names]
     pairs = number.astype(np.int64) * len(spoken) + paths.number
     distinct, first, counts = np.unique(pairs, return_index=True, return_counts=True)
     for pair, i, count in zip(distinct.tolist(), first.tolist(), counts.tolist(), strict=True):
@@ -166,3 +184,54 @@ def check_paths(
             )
         if len(set().union(*spoken)) > 1:
             logger.warning("%s: %s, such as %s: taken as what %s says", source, what, example, name)
+
+
+def check_undivided(files: Sequence[str], paths: Paths, labels: Collection[str], source: Path) -> None:
+    """Raise AmbiguousSplitError if all files, or folders or files in paths, are called `tr` or `va`, say, or as folds.
+
+    It is logged that files of several names are all for training.
+
+    Args:
+        files: The tars or tables, by their paths below the source.
+        paths: The samples' paths in them.
+        labels: The samples' labels: a folder called so is a class.
+        source: The data set, for messages.
+    """
+    folds = _first_parts(paths.folders, FOLD.search)
+    if {os.path.basename(name) for name in folds}.isdisjoint(labels):
+        check_folds(folds, source)
+    short = _first_parts(paths.folders, short_splits), _first_parts(paths.files, short_splits)
+    for names in (files, *short):
+        if mean_splits(names) and {os.path.basename(name) for name in names}.isdisjoint(labels):
+            groups: dict[str, list[str]] = {TRAIN: [], VAL: [], TEST: []}
+            for pattern in _patterns(names):
+                groups[min(short_splits(pattern))].append(pattern)
+            options = named_options({TRAIN: groups[TRAIN], VAL: groups[VAL] or groups[TEST]})
+            why = f"{format_some(list(names))} may be called as splits"
+            advice = f"type {options} if they are, or --split train=. if all are for training"
+            raise AmbiguousSplitError(source, why, advice)
+    if len(patterns := _patterns(files)) > 1:
+        logger.info("%s: %s are all for training, since none is called as a split", source, format_some(patterns))
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Return patterns of names that differ in more than their numbers."""
+    return list(dict.fromkeys(re.sub("[0-9]+", "*", HASH.sub("0", glob.escape(name))) for name in names))
+
+
+def _first_parts(paths: Iterable[str], is_meant: Callable[[str], object]) -> list[str]:
+    """List the first part of each path, with those above it, that is meant; [] if a path has none.
+
+    >>> _first_parts(["photos/tr/cat", "photos/tr/dog", "photos/te/cat"], short_splits)
+    ['photos/tr', 'photos/te']
+    >>> _first_parts(["tr/cat", "dog"], short_splits)
+    []
+    """
+    first: dict[str, None] = {}
+    for path in paths:
+        parts = path.split("/")
+        at = next((at for at, part in enumerate(parts, 1) if is_meant(part)), None)
+        if at is None:
+            return []
+        first["/".join(parts[:at])] = None
+    return list(first)

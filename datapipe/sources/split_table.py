@@ -13,19 +13,29 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..split_names import TEST, TRAIN, VAL, is_split_name
-from ..split_patterns import options_of, split_options
+from ..split_names import (
+    NAMED,
+    TEST,
+    TRAIN,
+    VAL,
+    is_split_name,
+    mean_splits,
+    options_of,
+    pure_splits,
+    short_splits,
+    split_options,
+    splits_of,
+)
 from ..splits import AmbiguousSplitError, VariantsError
-from .short_forms import mean_splits, short_splits
-from .split_columns import BESIDE, TRUTH, Part, flag_split, is_column, splits_of
+from .split_columns import BESIDE, TRUTH, Part, flag_split, is_column
 
 logger = logging.getLogger(__name__)
 
-NAMED, MAX_TEXT = 3, 60  # values that a message gives, and characters of each
-WORDS, FLAG, MIXED, UNCLEAR, NOTHING = "words", "flag", "mixed", "unclear", "nothing"  # what a column may be
-REST = "(the rest is left out)"
-WHOLE = "--split train=. if all are for training"
-EITHER = f"type {WHOLE}, or --split val=. if all are for validation"
+_MAX_TEXT = 60  # characters of a value that a message gives
+_WORDS, _FLAG, _MIXED, _UNCLEAR, _NOTHING = "words", "flag", "mixed", "unclear", "nothing"  # what a column may be
+_REST = "(the rest is left out)"
+_WHOLE = "--split train=. if all are for training"
+_EITHER = f"type {_WHOLE}, or --split val=. if all are for validation"
 
 
 def filled(parts: Sequence[Part]) -> list[Part]:
@@ -46,15 +56,10 @@ class SplitTable:
     """
 
     def __init__(self, parts: Sequence[Part], source: Path, labels_of: Callable[[Collection[int]], set[str]]) -> None:
-        """Find the columns that say the splits.
+        """Find the columns that say the splits of parts, which `filled` returned.
 
-        Args:
-            parts: Parts of the data set, as `filled` returns them.
-            source: The data set, for messages.
-            labels_of: Function that gives the labels in some parts, by their numbers.
-
-        Raises:
-            AmbiguousSplitError: A column can be read in two ways, or two disagree.
+        `labels_of` gives the labels in some parts, by their numbers. Raises AmbiguousSplitError if a column can be read
+        in two ways, or two disagree.
         """
         self._source = source
         self._parts = parts
@@ -64,39 +69,41 @@ class SplitTable:
             for name, value in row.items():
                 self._values.setdefault(name, {})[value] = None
         self._kinds = {name: _kind(name, values) for name, values in self._values.items()}
-        of_words = [name for name, kind in self._kinds.items() if kind == WORDS]
-        flags = [] if of_words else [name for name, kind in self._kinds.items() if kind == FLAG]
+        of_words = [name for name, kind in self._kinds.items() if kind == _WORDS]
+        flags = [] if of_words else [name for name, kind in self._kinds.items() if kind == _FLAG]
         self.columns = [*of_words, *flags]
-        for name in self._of_kind(MIXED):
+        for name in self._of_kind(_MIXED):
             if is_column(name) or (not self.columns and not self._is_of_classes(name, labels_of)):
                 raise self._refusal(name)
         self.names: list[str] = []
         self.typed: dict[str, list[str]] = {}
         first: dict[str, str] = {}  # by name in lower case
         for part, row in zip(parts, self._rows, strict=True):
-            column = next((name for name in self.columns if name in row), None)
-            name = part.file if column is None else self._name(column, row)
-            name = name if column is None else first.setdefault(name.lower(), name)
-            self.names.append(name)
-            if column is not None and (column in of_words or len(flags) == 1):
-                texts = self.typed.setdefault(name, [])
+            column = self._column(row)
+            if column is None:
+                self.names.append(part.file)
+                continue
+            name = self._name(column, row)
+            self.names.append(first.setdefault(name.lower(), name))
+            if column in of_words or len(flags) == 1:
+                texts = self.typed.setdefault(self.names[-1], [])
                 texts += [text for text in [f"{column}={row[column]}"] if text not in texts]
             self._check_row(part, row, column)
 
     def report(self, num_train: int, num_val: int) -> None:
         """Log which columns said the splits. Raises AmbiguousSplitError if one of truths says val of most samples."""
         if self.columns:
-            if 0 < num_train < num_val and FLAG in map(self._kinds.__getitem__, self.columns):
+            if 0 < num_train < num_val and _FLAG in map(self._kinds.__getitem__, self.columns):
                 why = f"it would make {num_val} samples of val and {num_train} of train, so it may say what is good"
                 raise self.refusal(AmbiguousSplitError(self._source, why, ""))
-            texts = [f"{name} (true: {flag_split(name, ())})" * (self._kinds[name] == FLAG) for name in self.columns]
+            texts = [f"{name} (true: {flag_split(name, ())})" * (self._kinds[name] == _FLAG) for name in self.columns]
             names = " and ".join(text or name for text, name in zip(texts, self.columns, strict=True))
             logger.info("%s: the splits are taken from %s", self._source, names)
 
     def check_files(self, files: Mapping[str, str]) -> None:
-        """Raise AmbiguousSplitError if columns contradict the files' names; `files`: from `parts.choose_files`."""
+        """Raise AmbiguousSplitError if columns contradict the files' names; `files`: from `choose_files`."""
         for part, row, name in zip(self._parts, self._rows, self.names, strict=True):
-            column = next((name for name in self.columns if name in row), None)
+            column = self._column(row)
             by_name, said = splits_of(part.file), splits_of(name)
             if column is None or len(by_name) != 1 or by_name == said:
                 continue
@@ -108,15 +115,11 @@ class SplitTable:
                 )
 
     def check_rest(self, num_splits: int) -> None:
-        """Check that no column that was let be may divide the samples, too.
+        """Check that no column that was let be may divide the samples, which names of `num_splits` splits do, too.
 
-        Args:
-            num_splits: Number of splits that the names speak of by which the samples are divided.
-
-        Raises:
-            AmbiguousSplitError: One may: with several splits none, with one those of several values.
+        Raises AmbiguousSplitError if one may: with several splits none, with one those of several values.
         """
-        for name in self._of_kind(UNCLEAR):
+        for name in self._of_kind(_UNCLEAR):
             values = self._values[name]
             if not num_splits or (num_splits == 1 and len(values) > 1 and not all(map(splits_of, values))):
                 raise self._refusal(name)
@@ -133,9 +136,13 @@ class SplitTable:
     def _of_kind(self, kind: str) -> list[str]:
         return [name for name, of_name in self._kinds.items() if of_name == kind]
 
+    def _column(self, row: Mapping[str, str]) -> str | None:
+        """Return the column that says a row's split; None: its file has none."""
+        return next((name for name in self.columns if name in row), None)
+
     def _name(self, column: str, row: Mapping[str, str]) -> str:
         """Name a row's split; of flags, what none claims is of the first split that has no flag."""
-        if self._kinds[column] == WORDS:
+        if self._kinds[column] == _WORDS:
             return row[column]
         flags = {name: flag_split(name, ()) or "" for name in self.columns if name in row}
         claimed = {split for name, split in flags.items() if TRUTH[row[name].lower()]}
@@ -148,21 +155,19 @@ class SplitTable:
 
     def _is_of_classes(self, column: str, labels_of: Callable[[Collection[int]], set[str]]) -> bool:
         """Whether `train` in a column, beside other things, may be the vehicle: it goes with a label of its own."""
-        if _pure(self._values[column]) != {TRAIN}:
+        if pure_splits(self._values[column]) != {TRAIN}:
             return False
         inside = {i for i, row in enumerate(self._rows) if is_split_name(row.get(column, ""))}
         labels = labels_of(inside)
         others = labels_of({i for i, row in enumerate(self._rows) if column in row} - inside)
         return len(labels) == 1 and labels.isdisjoint(others)
 
-    def _check_row(self, part: Part, row: Mapping[str, str], column: str | None) -> None:
+    def _check_row(self, part: Part, row: Mapping[str, str], column: str) -> None:
         """Raise AmbiguousSplitError if another column of splits disagrees with the one that counts."""
-        if column is None:
-            return
         name = self._name(column, row)
         for other, value in row.items():
-            splits = splits_of(value) if self._kinds[other] == WORDS else set()
-            flag = flag_split(other, (value,)) if self._kinds[other] == FLAG else None
+            splits = splits_of(value) if self._kinds[other] == _WORDS else set()
+            flag = flag_split(other, (value,)) if self._kinds[other] == _FLAG else None
             if (splits and splits != splits_of(name)) or (flag and TRUTH[value.lower()] != (splits_of(name) == {flag})):
                 raise AmbiguousSplitError(
                     self._source,
@@ -178,10 +183,10 @@ class SplitTable:
         if silent:
             names = "names" if len(silent) == 1 else "name"
             why = f"{column} is {_some(values)}, and {_some(silent)} {names} no split that datapipe knows"
-        return AmbiguousSplitError(self._source, why, self._advise_or_all(column) if silent else EITHER)
+        return AmbiguousSplitError(self._source, why, self._advise_or_all(column) if silent else _EITHER)
 
     def _advise_or_all(self, column: str) -> str:
-        return f"{self._advise(column)}, or {WHOLE}" if len(self._values[column]) > 1 else EITHER
+        return f"{self._advise(column)}, or {_WHOLE}" if len(self._values[column]) > 1 else _EITHER
 
     def _advise(self, column: str) -> str:
         return _advise(column, list(self._values[column]))
@@ -189,29 +194,24 @@ class SplitTable:
 
 def _kind(name: str, values: Collection[str]) -> str:
     filled_in = [value for value in values if value]
-    pure = _pure(values)
+    pure = pure_splits(values)
     spoken = {split for value in values for split in splits_of(value)}
     if not filled_in:
-        return NOTHING
+        return _NOTHING
     if all(map(splits_of, values)):
         if is_column(name) or len(spoken) > 1:
-            return WORDS
-        return UNCLEAR if pure - {TRAIN} else NOTHING
+            return _WORDS
+        return _UNCLEAR if pure - {TRAIN} else _NOTHING
     if BESIDE.search(name) and (split := flag_split(name, values)):
         leaves_train = any(TRUTH[value.lower()] == (split == TRAIN) for value in values)
-        return FLAG if leaves_train else UNCLEAR
+        return _FLAG if leaves_train else _UNCLEAR
     if pure and (is_column(name) or len(pure) > 1 or pure == {TRAIN}):
-        return MIXED
-    return UNCLEAR if pure or is_column(name) or mean_splits(filled_in) else NOTHING
-
-
-def _pure(values: Iterable[str]) -> set[str]:
-    """Return the splits of those values that say nothing else."""
-    return {split for value in values if is_split_name(value) for split in splits_of(value)}
+        return _MIXED
+    return _UNCLEAR if pure or is_column(name) or mean_splits(filled_in) else _NOTHING
 
 
 def _some(values: Iterable[str]) -> str:
-    texts = [repr(value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}…") for value in values]
+    texts = [repr(value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]}…") for value in values]
     if len(texts) > NAMED + 1:
         texts = [*texts[:NAMED], f"{len(texts) - NAMED} others"]
     return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
@@ -232,17 +232,17 @@ def _advise(column: str, values: Sequence[str]) -> str:
             others.append(value)
     train, val = sorted(groups[TRAIN], key=len), sorted(groups[VAL] or groups[TEST], key=len)
     if len(values) == 1:
-        return f"type --split {TRAIN if train else VAL}=." if train or val else EITHER
+        return f"type --split {TRAIN if train else VAL}=." if train or val else _EITHER
     if not train and not val:
         first, second = ([value] for value in others[:2])
         options = _of_values(column, first, second)
         if len(others) == 2:
             return f"type {options}, or {_of_values(column, second, first)}"
-        return f"say which of its values are which, such as {options} {REST}"
+        return f"say which of its values are which, such as {options} {_REST}"
     options = _of_values(column, train or others[:1], val)
     if train and others and not val:
-        return f"type {options} {REST}, with {_of_values(column, [], others)} if that is for validation"
-    return f"type {options} {REST}"
+        return f"type {options} {_REST}, with {_of_values(column, [], others)} if that is for validation"
+    return f"type {options} {_REST}"
 
 
 def _of_values(column: str, train: Sequence[str], val: Sequence[str]) -> str:

@@ -65,8 +65,7 @@ SAYS = {
     "copies": "encodes what is not a string of its own",
     **dict.fromkeys(("own class", "no opcode", "empty"), "which no such file needs"),
     "attributes": "gives a state to what has none",
-    "only end": "pop from empty list",
-    "mark below": "an empty stack",
+    **dict.fromkeys(("only end", "mark below"), "pop from empty list"),
     # A hundred tuples, each of the one before it twice: written out they fill any memory.
     **dict.fromkeys(("name of a deep tuple", "name of a tuple of tuples"), "names a function by what is not a string"),
     "itself": "holds no dictionary",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from datapipe.errors import MissingBackendError, SourceError
-from datapipe.sources import open_source, parquet_rows
+from datapipe.sources import open_source, parquet
 from tests.waiting import limit_s
 
 pa = pytest.importorskip("pyarrow")
@@ -106,7 +106,7 @@ def test_metadata_that_names_no_classes(tmp_path, metadata):
 def test_threads_share_row_groups(tmp_path, monkeypatch, kept_bytes):
     images, _ = write(tmp_path / "x.parquet", 60, rows=7)
     samples = open_source(tmp_path).splits["train"]
-    monkeypatch.setattr(parquet_rows, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(parquet, "KEPT_BYTES", kept_bytes)
     with ThreadPoolExecutor(16) as pool:
         for order in (np.arange(60), RANDOM.permutation(60)):
             assert list(pool.map(lambda i: read(samples, int(i)), order)) == [images[i] for i in order]
@@ -115,14 +115,14 @@ def test_threads_share_row_groups(tmp_path, monkeypatch, kept_bytes):
 def test_a_row_group_is_decoded_once(tmp_path, monkeypatch):
     write(tmp_path / "x.parquet", 40, rows=10)
     decoded = []
-    real = parquet_rows.ParquetRows._decode
+    real = parquet.ParquetRows._decode
 
     def slowly(self, block):
         decoded.append(block)
         time.sleep(0.05)  # all threads ask meanwhile
         return real(self, block)
 
-    monkeypatch.setattr(parquet_rows.ParquetRows, "_decode", slowly)
+    monkeypatch.setattr(parquet.ParquetRows, "_decode", slowly)
     samples = open_source(tmp_path).splits["train"]
     with ThreadPoolExecutor(10) as pool:
         list(pool.map(lambda i: read(samples, i), range(40)))
@@ -135,7 +135,7 @@ def test_a_row_group_is_decoded_once(tmp_path, monkeypatch):
 def test_row_groups_are_let_go(tmp_path, monkeypatch):
     write(tmp_path / "x.parquet", images=[RANDOM.bytes(1000)] * 10, rows=1, labels=[0] * 10)
     samples = open_source(tmp_path).splits["train"]
-    monkeypatch.setattr(parquet_rows, "KEPT_BYTES", 3500)
+    monkeypatch.setattr(parquet, "KEPT_BYTES", 3500)
     for i in (*range(10), 7):
         read(samples, i)
     assert list(samples._row_groups._futures) == [8, 9, 7]

@@ -11,7 +11,7 @@ import threading
 from datapipe.cli import main
 from datapipe.images import Buffer
 from datapipe.packing import pipeline
-from datapipe.sources.files import Files
+from datapipe.sources.samples import Files
 
 read, place = Files.read, Files.place
 

@@ -1,25 +1,112 @@
-"""Which columns of a table hold the paths of images and their labels: by their names, or by what is in them.
+"""Tables that are text: their rows, and which columns hold the paths of images and their labels.
 
-The first row names the columns, unless it is one of data: then they are called by their numbers, from 1.
+They are UTF-8, or UTF-16 with its mark. Commas separate the columns, or semicolons or tabs if the first line has no
+comma. The first row names the columns, unless it is one of data: then they are called by their numbers, from 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import codecs
+import csv
+import io
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
 from shlex import quote
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 from ..console import format_some
+from ..errors import SourceError
 from ..split_names import is_split_name
-from .file_names import is_image
+from .file_names import TEXT_TABLES, is_hidden, is_image, may_have_labels
 from .listing import Listing
 from .split_columns import is_column
 
+logger = logging.getLogger(__name__)
+
+_SEPARATORS = {";": "semicolons", "\t": "tabs"}  # other than commas
+_LONE_CR = "its lines end in a carriage return alone: write line feeds, as tr '\\r' '\\n' does"
+_MAX_LINE_BYTES = 1 << 20  # a path has 4,096 at most
+_BLOCKS = 8  # of a table that are read, over all of its length
+_BLOCK_BYTES = 1 << 16
 PATHS = ("path", "file", "filename", "image", "image_path", "file_name", "file_path", "filepath", "image_file",
          "image_name", "img", "img_path")  # fmt: skip
 LABELS = ("label", "class", "target", "category")
 
-CountImages = Callable[[Sequence[str]], int]
+_CountImages = Callable[[Sequence[str]], int]
+
+
+def tables_in(path: Path) -> list[str]:
+    """List the tables of text in a folder, sorted; none if it cannot be listed."""
+    with suppress(OSError):
+        names = [name for name in os.listdir(path) if name.lower().endswith(TEXT_TABLES) and not is_hidden(name)]
+        return sorted(filter(may_have_labels, names))
+    return []
+
+
+def read_rows(table: Path, file: io.BufferedReader) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of the line, and the cells, of each row that is not blank. Raises SourceError."""
+    lines = _lines(table, file)
+    first = next(lines, "")
+    separator = next((mark for mark in _SEPARATORS if mark in first and "," not in first), ",")
+    if separator in _SEPARATORS:
+        logger.info("%s: its columns are separated by %s", table, _SEPARATORS[separator])
+    rows = csv.reader(chain([first], lines), delimiter=separator, strict=True)
+    try:
+        for row in filter(None, rows):
+            yield rows.line_num, row
+    except csv.Error as error:
+        why = _LONE_CR if "\r" in first.rstrip("\r\n") else error
+        raise SourceError(f"line {max(1, rows.line_num)}: {why}", path=table) from error
+
+
+def _lines(table: Path, file: io.BufferedReader) -> Iterator[str]:
+    is_wide = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    source: IO[Any] = io.TextIOWrapper(file, "utf-16", newline="\n") if is_wide else file
+    number = 1
+    try:
+        for number, line in enumerate(iter(partial(source.readline, _MAX_LINE_BYTES + 1), source.read(0)), 1):
+            if len(line) > _MAX_LINE_BYTES:
+                raise ValueError(f"has more than {_MAX_LINE_BYTES} bytes")
+            text = line if isinstance(line, str) else line.decode("utf-8-sig" if number == 1 else "utf-8")
+            if "\0" in text:
+                raise ValueError("holds NUL bytes, so it is not text in UTF-8: save it as UTF-8")
+            yield text
+    except UnicodeDecodeError as error:
+        why = f"is not text in {error.encoding}: save it as UTF-8; if in Latin-1, iconv -f latin1 -t utf-8 does so"
+        raise SourceError(f"line {number}: {why}", path=table) from error
+    except ValueError as error:
+        raise SourceError(f"line {number}: {error}", path=table) from error
+
+
+def sample_rows(path: Path) -> Iterator[list[str]]:
+    """Read some rows of a table, the first included; none if it cannot be read, or is a link."""
+    delimiter = ""
+    with suppress(csv.Error):
+        for lines in sample_lines(path):
+            delimiter = delimiter or max(",;\t", key=lines[0].count)
+            yield from csv.reader(lines, delimiter=delimiter)
+
+
+def sample_lines(path: Path) -> Iterator[list[str]]:
+    """Read some blocks of lines of a text, the first included; none if it cannot be read, or is a link."""
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as file:
+            size = os.fstat(fd).st_size
+            for start in range(0, size, max(_BLOCK_BYTES, -(-size // _BLOCKS))):
+                file.seek(start)
+                lines = file.read(_BLOCK_BYTES).decode("utf-8-sig" if not start else "utf-8", "replace").splitlines()
+                lines = lines[start > 0 : None if start + _BLOCK_BYTES >= size else -1]
+                if lines:
+                    yield lines
+
+
+# --- columns ----------------------------------------------------------------------------------------
 
 
 class Header(NamedTuple):
@@ -46,19 +133,13 @@ class Header(NamedTuple):
         return f"names no column of labels ({', '.join(usual)}), but {', '.join(self.names)}{advice}"
 
 
-def find_columns(rows: Sequence[Sequence[str]], listing: Listing, count_images: CountImages) -> Header:
-    """Find the columns of a table.
+def find_columns(rows: Sequence[Sequence[str]], listing: Listing, count_images: _CountImages) -> Header:
+    """Return the columns of a table. Raises ValueError if none has paths, or several may have them.
 
     Args:
         rows: First rows of the table.
         listing: Listing with the names that the user gives.
         count_images: Function that counts those of some cells that name an image, without an extension, say.
-
-    Returns:
-        The columns.
-
-    Raises:
-        ValueError: No column has paths, or several may have them.
     """
     first = [cell.strip() for cell in rows[0]] if rows else []
     names = [cell.lower() for cell in first]
@@ -94,11 +175,11 @@ def _named(chosen: str | None, usual: Sequence[str], names: list[str]) -> int | 
     return None if name is None else names.index(name)
 
 
-def _are_ids(cells: Sequence[str], count_images: CountImages) -> bool:
+def _are_ids(cells: Sequence[str], count_images: _CountImages) -> bool:
     return 0 < len(cells) == len(set(cells)) and 2 * count_images(cells) >= len(cells)  # some may be missing
 
 
-def _is_data(column: Sequence[str], count_images: CountImages) -> bool:
+def _is_data(column: Sequence[str], count_images: _CountImages) -> bool:
     """Whether the first cell of a column of paths is one of them, and not its name."""
     first, *below = column
     return is_image(first) or (not (below and all(map(is_image, below))) and count_images([first]) > 0)
