@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,7 +57,8 @@ class StopSignal:
 
     def __init__(self, world: World, names: Sequence[str] = SIGNALS, ends_at: float | None = None) -> None:
         self.number, self.is_due = 0, False
-        self._ends_at, self.reserve_s = ends_at, RESERVE_S
+        self._ends_at = ends_at
+        self.reserve_s: Callable[[], float] = lambda: RESERVE_S  # how much of the time is kept for the end
         self._called_at, self._longest_s = 0.0, 0.0  # the last call of `agreed`, and the longest time between two
         self._world = world
         self._signals = [signal_of(name) for name in names]
@@ -158,7 +159,7 @@ class StopSignal:
         if self._called_at:
             self._longest_s = max(self._longest_s, now - self._called_at)
         self._called_at = now
-        if self._ends_at is not None and time.time() + self.reserve_s + 2 * self._longest_s > self._ends_at:
+        if self._ends_at is not None and time.time() + self.reserve_s() + 2 * self._longest_s > self._ends_at:
             self._received = self._received or TIME_IS_OVER
 
     def settle(self) -> None:

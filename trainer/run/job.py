@@ -211,15 +211,6 @@ def open_job(
     )
 
 
-def read_losses(job: Job, state: State) -> None:
-    """Read the losses of the steps so far; all ranks must call this at the same step.
-
-    Raises:
-        DivergedError: A loss is not finite, or a spike; all ranks raise this.
-    """
-    state.losses.read(job.world, state.step)
-
-
 def check_finite(job: Job, state: State) -> None:
     """Raise DivergedError on all ranks, which must all call this, if a parameter or a buffer is not finite on any."""
     (bad,) = sum_over_ranks(job.world, [float(not is_finite(job.module))])

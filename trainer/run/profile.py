@@ -6,7 +6,7 @@ import gzip
 import json
 import os
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from ..ranks.connection import connected, ended_by_signals
 from ..ranks.consistency import check_start
 from ..ranks.device import set_threads
 from ..ranks.memory import keep_freed_memory
-from ..ranks.stop import StopSignal
 from ..ranks.world import World, gather, together
 from ..reporting.metrics import MetricsFile, hardware, memory_bytes
 from ..reporting.recipe_settings import read_settings
@@ -37,7 +36,7 @@ from ..reporting.trace import Span, chrome_trace, compute_shares
 from ..reporting.verdict import Figures, advise, find_bound, format_duration
 from ..step.precision import choose_precision
 from .job import Job, open_job
-from .loop import train_epoch
+from .loop import steps
 from .rehearsal import rehearse
 from .run import remove_if_empty
 from .state import Losses, State
@@ -47,15 +46,12 @@ TRACE, SUMMARY = "trace.json.gz", "profile.json"
 MARK = "trainer.run.profile: now"
 ROUNDS = 20  # of comparing clocks
 COMPUTING = "aten::", "## Call CompiledFxGraph"  # events of a processor: an operator, and what inductor has compiled
-NEVER = {"log_every": 10**9, "checkpoint_every_minutes": None, "checkpoint_every_steps": None}
-NEVER |= {"check_replicas_every_steps": None}
 
 
-class Recorder(StopSignal):
-    """Counts the steps, times some of them, traces as many, and stops: a stop signal as far as training goes."""
+class Recorder:
+    """Counts the steps, times some of them, and traces as many."""
 
     def __init__(self, job: Job, steps: int) -> None:
-        super().__init__(job.world, ())
         self._job, self._steps, self._count = job, steps, 0
         activities = [ProfilerActivity.CPU]
         if job.world.device.type == "cuda":
@@ -65,7 +61,7 @@ class Recorder(StopSignal):
         self._marked_s = 0.0
         self.waited_s, self.timed_s = 0.0, 0.0
 
-    def agreed(self, is_due: bool = False) -> bool:  # nothing is saved
+    def count(self) -> bool:
         """Count a step; return whether that was the last one."""
         self._count += 1
         if self._count == WARM_UP:
@@ -161,7 +157,6 @@ def profile(
     if local is not None:
         stage(data, local, StageOptions(placement=place))
         data = local
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=NEVER)})
     with connected(place, device, run=out, after_staging=local is not None) as world, ExitStack() as stack:
         set_threads(world)
         if world.device.type == "cpu":
@@ -185,18 +180,18 @@ def profile(
     return None
 
 
-def _record(job: Job, steps: int) -> list[Any] | None:
+def _record(job: Job, count: int) -> list[Any] | None:
     """Do the steps; return of each rank its spans, its shares, the seconds of a step, and its share of the memory.
 
     None on ranks other than the first.
     """
-    recorder = Recorder(job, steps)
+    recorder = Recorder(job, count)
     _train(job, recorder)
     spans = recorder.spans()
     offset_us = _clock_offset_us(job.world)
     spans = [Span(row, name, begin - offset_us, end - offset_us) for row, name, begin, end in spans]
     plain = [tuple(span) for span in spans]
-    mine = plain, _shares(recorder, spans), recorder.timed_s / steps, _memory_share(job.world)
+    mine = plain, _shares(recorder, spans), recorder.timed_s / count, _memory_share(job.world)
     everyones = gather(job.world, mine)
     return everyones and [([Span._make(span) for span in its], *others) for its, *others in everyones]
 
@@ -205,7 +200,10 @@ def _train(job: Job, recorder: Recorder) -> None:
     """Train until the recorder has all steps, if need be the recipe's epochs again and again."""
     job.train_loader.set_size(job.recipe.data.size)  # images that grow have it in the end
     state = State(Losses(job.recipe.train.spike_factor))
-    while train_epoch(job, state, recorder):
+    while True:
+        with closing(steps(job, state)) as done:
+            if any(recorder.count() for _ in done):
+                return
         state.epoch += 1
         if state.epoch == job.recipe.train.epochs:
             state.epoch = state.step = 0

@@ -18,7 +18,7 @@ from ..errors import CheckpointError, TrainingError
 from ..ranks.world import averaged_buffers, gather, set_buffers, together
 from ..reporting.metrics import digest_before
 from ..reporting.runlog import NAME as METRICS
-from .job import Job, check_finite, is_finite, read_losses
+from .job import Job, check_finite, is_finite
 from .state import State
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def save(job: Job, state: State, may_fail: bool = False, is_best: bool = False) 
         OSError: The first rank could not write; the others raise TrainingError.
     """
     job.world.watch.doing(f"writing the checkpoint of step {state.step}", is_long=True)
-    read_losses(job, state)
+    state.losses.read(job.world, state.step)
     job.clock.drain()
     with job.clock.section("checkpoint"), averaged_buffers(job.module, job.world) as own_buffers:
         check_finite(job, state)  # the loss that was read is that of the parameters before their last update

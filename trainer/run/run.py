@@ -30,7 +30,7 @@ from ..ranks.connection import connected, ended_by_signals
 from ..ranks.consistency import check_start
 from ..ranks.device import set_threads
 from ..ranks.heartbeat import RANK_TIMEOUT_S
-from ..ranks.limits import warn_if_short
+from ..ranks.limits import RESERVE_S, warn_if_short
 from ..ranks.memory import keep_freed_memory
 from ..ranks.stop import SIGNALS, StopSignal, signal_of
 from ..ranks.world import World, broadcast, together
@@ -192,8 +192,10 @@ def _run(
             write_start(job, state, resumed=checkpoint is not None)
             with together(world):
                 if options.local_checkpoints is not None and world.is_main:
-                    local = open_local(options.local_checkpoints, out, recipe.train.keep_checkpoints, checkpoint)
-                    job = replace(job, local=stack.enter_context(local))
+                    opened = open_local(options.local_checkpoints, out, recipe.train.keep_checkpoints, checkpoint)
+                    local = stack.enter_context(opened)
+                    stop.reserve_s = lambda: RESERVE_S + 2 * local.longest_copy_s  # one may be under way
+                    job = replace(job, local=local)
                     stack.callback(world.watch.stop)  # other ranks, which fail as well, need not wait for copies
         with stop:
             return _train_and_record(job, state, stop)

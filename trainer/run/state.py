@@ -37,15 +37,13 @@ class Losses:
                 spikes are not looked for.
         """
         self._spike_factor = spike_factor
-        self._pending: list[tuple[Tensor, Tensor, Sequence[Tensor], bool]] = []  # what `add` was given
+        self._pending: list[tuple[Tensor, Tensor, Sequence[Tensor]]] = []  # what `add` was given
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._line: list[float] = [0.0, 0]  # sum and number of steps
         self._epoch: list[float] = [0.0, 0]
         self._answers: list[float] = [0.0, 0.0]  # right ones, and images, of the epoch
 
-    def add(
-        self, loss: Tensor, samples: Tensor, answers: Sequence[Tensor] = (), has_finite_gradients: bool = True
-    ) -> None:
+    def add(self, loss: Tensor, samples: Tensor, answers: Sequence[Tensor] = ()) -> None:
         """Add a step.
 
         Args:
@@ -53,21 +51,21 @@ class Losses:
             samples: Numbers of its samples, int64[B].
             answers: Number of images that were classified correctly, and number of images, int64[2], for each part of
                 its batch; none if they are not known.
-            has_finite_gradients: Whether the gradients are known to be finite, or nothing is known of them.
         """
-        self._pending.append((loss.detach(), samples, answers, has_finite_gradients))
+        self._pending.append((loss.detach(), samples, answers))
 
     @property
     def is_full(self) -> bool:
         """Return whether it is time to `read`: each loss takes memory on the device."""
         return len(self._pending) >= MOST_PENDING
 
-    def read(self, world: World, step: int) -> None:
+    def read(self, world: World, step: int, has_finite_gradients: bool = True) -> None:
         """Wait for the device and average over the ranks, which must all call this at the same step.
 
         Args:
             world: This process's place among the ranks.
             step: Number of the last step that was added.
+            has_finite_gradients: Whether its gradients are finite, or not known.
 
         Raises:
             DivergedError: A loss is not finite, or a spike; on all ranks.
@@ -75,18 +73,18 @@ class Losses:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        own = torch.stack([loss for loss, *_ in pending]).tolist()  # waits once for the device
-        answers = _sum_of_each([parts for _, _, parts, _ in pending])
-        sent = [loss if is_finite else math.nan for loss, (*_, is_finite) in zip(own, pending, strict=True)]
+        own = torch.stack([loss for loss, _, _ in pending]).tolist()  # waits once for the device
+        answers = _sum_of_each([parts for _, _, parts in pending])
+        sent = own if has_finite_gradients else [*own[:-1], math.nan]
         totals = sum_over_ranks(world, sent + answers)
-        rights, counts = totals[len(sent) :: 2], totals[len(sent) + 1 :: 2]
-        steps = zip(totals[: len(sent)], rights, counts, own, pending, strict=True)
+        rights, counts = totals[len(own) :: 2], totals[len(own) + 1 :: 2]
+        steps = zip(totals[: len(own)], rights, counts, own, pending, strict=True)
         first_step = step - len(pending) + 1
-        for number, (total, right, count, loss, (_, samples, _, is_finite)) in enumerate(steps, first_step):
+        for number, (total, right, count, loss, (_, samples, _)) in enumerate(steps, first_step):
             mean = total / world.world_size
             problem = self._find_problem(mean)
             if problem:
-                what = "the loss" if is_finite else "the loss or its gradients"
+                what = "the loss" if has_finite_gradients or number < step else "the loss or its gradients"
                 raise DivergedError(f"{what} {problem} at step {number}", BadStep(number, loss, samples.tolist()))
             self._recent.append(mean)
             for sums in (self._line, self._epoch):
@@ -163,6 +161,8 @@ class State:
     """By which the schedule's learning rate is multiplied, since the run was rolled back."""
     recoveries: int = 0
     """How often a step was skipped, or the run rolled back."""
+    line_begun: tuple[int, float] = (0, 0.0)
+    """Steps, and seconds of training, at the last line of the metrics."""
 
     @property
     def accuracy(self) -> float | None:
