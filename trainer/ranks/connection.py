@@ -48,9 +48,10 @@ _refusals: list[tuple[str, Path]] = []  # why this process did not connect, and 
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and Ctrl-C end the process at once: Python's handlers run only when torch no longer waits."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+def ended_by_signals(world_size: int) -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C end one of several ranks at once: Python's handlers wait until torch no longer does."""
+    numbers = (signal.SIGTERM, signal.SIGINT) if world_size > 1 else ()
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
         yield
     finally:
@@ -159,7 +160,7 @@ def _meet(crew: Crew, place: Placement, device: str, watch: Watch) -> World:
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     store = crew.open_store("group")
     try:
-        with ended_by_signals():
+        with ended_by_signals(place.world_size):
             dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=place.rank, world_size=place.world_size)
     except (dist.DistError, ValueError) as error:
         raise TrainingError(f"rank {place.rank} could not reach the other ranks: {error}") from error

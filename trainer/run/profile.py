@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import time
-from contextlib import ExitStack, closing, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +14,21 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
-from datapipe.checks import check_apart, checked_int
-from datapipe.cluster import rank_placement
+from datapipe.checks import checked_int
 from datapipe.console import printable
-from datapipe.errors import SettingError
-from datapipe.fsio import atomic_write, make_folder
-from datapipe.staging import StageOptions, stage
+from datapipe.fsio import atomic_write
 
 from ..config.recipe import Recipe
-from ..ranks.connection import connected, ended_by_signals
-from ..ranks.consistency import check_start
-from ..ranks.device import set_threads
-from ..ranks.memory import keep_freed_memory
+from ..ranks.connection import ended_by_signals
 from ..ranks.world import World, gather, together
-from ..reporting.metrics import MetricsFile, hardware, memory_bytes
+from ..reporting.metrics import hardware, memory_bytes
 from ..reporting.recipe_settings import read_settings
 from ..reporting.timing import Clock
 from ..reporting.trace import Span, chrome_trace, compute_shares
 from ..reporting.verdict import Figures, advise, find_bound, format_duration
-from ..step.precision import choose_precision
-from .job import Job, open_job
+from .job import Job, make_run_folder, open_job, open_world
 from .loop import steps
 from .rehearsal import rehearse
-from .run import remove_if_empty
 from .state import Losses, State
 
 WARM_UP = 5  # steps before the first that counts: kernels are chosen, buffers filled
@@ -147,37 +137,20 @@ def profile(
         OSError: The trace cannot be written.
     """
     checked_int("--steps", steps, 1)
-    if out.exists() and not out.is_dir():
-        raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
-    check_apart("--out", out, "--data", data)
-    if local is not None:
-        check_apart("--out", out, "--stage", local)
-    place = rank_placement(os.environ)
-    World(world_size=place.world_size).batch_size(recipe.train.batch_size)
-    if local is not None:
-        stage(data, local, StageOptions(placement=place))
-        data = local
-    with connected(place, device, run=out, after_staging=local is not None) as world, ExitStack() as stack:
-        set_threads(world)
-        if world.device.type == "cpu":
-            keep_freed_memory()
-        precision = choose_precision(recipe.train.precision, world.device)
-        clock = Clock()
-        clock.use(world.device)
-        with ended_by_signals() if world.world_size > 1 else nullcontext():
-            with together(world):
-                if world.is_main:
-                    if not out.exists():
-                        stack.callback(remove_if_empty, out)
-                    make_folder(out)
-            job = replace(open_job(recipe, data, out, world, precision, clock, stack), metrics=MetricsFile(None))
-            check_start(world, job.module)
-            rehearse(job)
-            everyones = _record(job, steps)
-            with together(world):
-                if everyones is not None:
-                    return _write(job, out, everyones, local is not None)
-    return None
+    clock = Clock()
+    with (
+        open_world(recipe, data, out, clock, device, local) as world,
+        ExitStack() as stack,
+        ended_by_signals(world.world_size),
+    ):
+        with together(world):
+            if world.is_main:
+                make_run_folder(out, stack)
+        job = open_job(recipe, local or data, out, world, clock, stack)
+        rehearse(job)
+        everyones = _record(job, steps)
+        with together(world):
+            return None if everyones is None else _write(job, out, everyones, is_staged=local is not None)
 
 
 def _record(job: Job, count: int) -> list[Any] | None:
