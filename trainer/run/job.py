@@ -124,8 +124,6 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
     normaliser = Normaliser(recipe.data.mean, recipe.data.std, world.device)
     # Not by a hook, which would be compiled as a graph of its own.
     module.forward = partial(_forward, module.forward, normaliser, memory_format)
-    if train.compile:
-        module.compile(mode=train.compile_mode)  # in place, so that parameters keep their names
     names = ("bucket_mib", "gradient_dtype", "static_graph", "powersgd_rank", "powersgd_start_step")
     return module, wrap(module, world, **{name: getattr(train, name) for name in names})
 
