@@ -106,17 +106,23 @@ def connected(
         watch.start(crew, place.rank, place.world_size, rank_timeout_s)
         stack.callback(watch.stop)
         world = _meet(crew, place, device, watch)
-        try:
+        with _explaining(crew, watch):
             yield world
-        except RuntimeError as error:
-            # A rank that ends closes its connections; its own message says why it ended.
-            if any(words in str(error).lower() for words in ("connection", "gloo", "nccl")):
-                reason = crew.explain(error)
-                world.watch.blame(crew.missing)
-                raise TrainingError(f"lost contact with another rank: {reason}") from error
-            raise
         gc.collect()  # cycles that refer to DDP
         dist.destroy_process_group()
+
+
+@contextmanager
+def _explaining(crew: Crew, watch: Watch) -> Iterator[None]:
+    """Raise TrainingError for the error of a connection: a rank that ends closes its own, and says why it ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(words in str(error).lower() for words in ("connection", "gloo", "nccl")):
+            reason = crew.explain(error)
+            watch.blame(crew.missing)
+            raise TrainingError(f"lost contact with another rank: {reason}") from error
+        raise
 
 
 @contextmanager

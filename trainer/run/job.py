@@ -230,8 +230,7 @@ def open_job(recipe: Recipe, data: Path, run: Path, world: World, clock: Clock, 
         The job, with a new network. Its metrics are still to be opened.
 
     Raises:
-        DatapipeError: There is no usable data set.
-        SettingError: The recipe does not fit it.
+        DatapipeError, SettingError: There is no usable data set, or the recipe does not fit it.
         TrainingError: A rank has another recipe, data set, software, or initial parameters; see `check_setup`.
     """
     precision = choose_precision(recipe.train.precision, world.device)
