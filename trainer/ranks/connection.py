@@ -38,10 +38,10 @@ from .world import World
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT = timedelta(minutes=30)  # for torch to connect the ranks
-REFUSE_S = 10.0  # how long a rank waits for the others only to tell them that it does not come
+_TIMEOUT = timedelta(minutes=30)  # for torch to connect the ranks
+_REFUSE_S = 10.0  # how long a rank waits for the others only to tell them that it does not come
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 _connections: list[Placement] = []  # of this process: at most one; it stays when the connections have ended
 _refusals: list[tuple[str, Path]] = []  # why this process did not connect, and the folder of its run: at most one
@@ -164,10 +164,10 @@ def _meet(crew: Crew, place: Placement, device: str, watch: Watch) -> World:
     _leave_errors_to_watch(os.environ)
     # gloo for numbers on the CPU, so that agreeing on something never waits for the GPU.
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    store = crew.open_store("group")
+    ranks = {"store": crew.open_store("group"), "rank": place.rank, "world_size": place.world_size}
     try:
         with ended_by_signals(place.world_size):
-            dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=place.rank, world_size=place.world_size)
+            dist.init_process_group(backend, timeout=_TIMEOUT, **ranks)
     except (dist.DistError, ValueError) as error:
         raise TrainingError(f"rank {place.rank} could not reach the other ranks: {error}") from error
     dist.distributed_c10d._set_pg_timeout(clock.OUTLASTS_ALL)  # from here on, the watch ends what hangs
@@ -190,13 +190,13 @@ def _choose_interface(crew: Crew) -> None:
 
     Raises CrewError where a node does not reach another; names the addresses of both sides.
     """
-    chosen = os.environ.get(GLOO_INTERFACE, "").split(",")[0] or None  # gloo takes several; the first must reach
-    address = crew.find_address(chosen, GLOO_INTERFACE) if crew.is_leader else ""
+    chosen = os.environ.get(_GLOO_INTERFACE, "").split(",")[0] or None  # gloo takes several; the first must reach
+    address = crew.find_address(chosen, _GLOO_INTERFACE) if crew.is_leader else ""
     address = crew.gather_from_ranks("interface", address)[crew.local_ranks[0]]
     names = [name for name, its_address in interface_addresses().items() if its_address == address]
     if names and not chosen:
-        os.environ[GLOO_INTERFACE] = names[0]
-        os.environ.setdefault(NCCL_INTERFACE, names[0])
+        os.environ[_GLOO_INTERFACE] = names[0]
+        os.environ.setdefault(_NCCL_INTERFACE, names[0])
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def _refuse(place: Placement, reason: str, run: Path) -> None:
     if place.world_size > 1 and place.master:
         port = replace(place, port=place.train_port)
         secret = choose_file(run)
-        with suppress(CrewError, SettingError), open_crew(port, REFUSE_S, "rank", refusal=reason, secret=secret):
+        with suppress(CrewError, SettingError), open_crew(port, _REFUSE_S, "rank", refusal=reason, secret=secret):
             pass
 
 

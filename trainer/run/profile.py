@@ -31,11 +31,11 @@ from .loop import steps
 from .rehearsal import rehearse
 from .state import Losses, State
 
-WARM_UP = 5  # steps before the first that counts: kernels are chosen, buffers filled
-TRACE, SUMMARY = "trace.json.gz", "profile.json"
-MARK = "trainer.run.profile: now"
-ROUNDS = 20  # of comparing clocks
-COMPUTING = "aten::", "## Call CompiledFxGraph"  # events of a processor: an operator, and what inductor has compiled
+_WARM_UP = 5  # steps before the first that counts: kernels are chosen, buffers filled
+_TRACE, _SUMMARY = "trace.json.gz", "profile.json"
+_MARK = "trainer.run.profile: now"
+_ROUNDS = 20  # of comparing clocks
+_COMPUTING = "aten::", "## Call CompiledFxGraph"  # events of a processor: an operator, and what inductor has compiled
 
 
 class Recorder:
@@ -54,23 +54,23 @@ class Recorder:
     def count(self) -> bool:
         """Count a step; return whether that was the last one."""
         self._count += 1
-        if self._count == WARM_UP:
+        if self._count == _WARM_UP:
             self._synchronize()
             self._job.clock.drain()
             self._job.clock.begin_epoch()
             self._began = time.perf_counter()
-        if self._count == WARM_UP + self._steps:
+        if self._count == _WARM_UP + self._steps:
             self._synchronize()
             self.timed_s = time.perf_counter() - self._began
             self._job.clock.drain()
             self.waited_s = self._job.clock.epoch()["wait"]  # of the device: not while it has work left
             self._profiler.start()
             self._marked_s = time.perf_counter()
-            with record_function(MARK):
+            with record_function(_MARK):
                 pass
             watch = self._job.world.watch
             watch.listener = lambda what, section: self._doing.append((what, section, time.perf_counter()))
-        if self._count == WARM_UP + 2 * self._steps:
+        if self._count == _WARM_UP + 2 * self._steps:
             self._synchronize()
             self._doing.append(("", -1, time.perf_counter()))
             self._profiler.stop()
@@ -91,7 +91,7 @@ class Recorder:
     def spans(self) -> list[Span]:
         """Return what the traced steps consisted of, in microseconds of this rank's time.perf_counter."""
         events: list[Any] = list(self._profiler.events() or ())
-        mark = next(event for event in events if event.name == MARK)
+        mark = next(event for event in events if event.name == _MARK)
         shift_us = 1e6 * self._marked_s - mark.time_range.start
         spans = self._host_spans()
         is_cuda = self._job.world.device.type == "cuda"
@@ -109,8 +109,8 @@ def _row_of(event: Any, is_cuda: bool) -> str:
         return "communication" if name.startswith("gloo:") or event.device_type == DeviceType.CUDA else ""
     if is_cuda:
         return "compute" if event.device_type == DeviceType.CUDA and not event.is_user_annotation else ""
-    is_outermost = event.cpu_parent is None or not event.cpu_parent.name.startswith(COMPUTING)
-    return "compute" if name.startswith(COMPUTING) and is_outermost else ""
+    is_outermost = event.cpu_parent is None or not event.cpu_parent.name.startswith(_COMPUTING)
+    return "compute" if name.startswith(_COMPUTING) and is_outermost else ""
 
 
 def profile(
@@ -198,7 +198,7 @@ def _clock_offset_us(world: World) -> float:
     """
     best = float("inf"), 0.0
     for rank in range(1, world.world_size):
-        for _ in range(ROUNDS):
+        for _ in range(_ROUNDS):
             asked, its = 1e6 * time.perf_counter(), torch.zeros(1, dtype=torch.float64)
             if world.rank == rank:
                 dist.send(its, dst=0)
@@ -241,10 +241,13 @@ def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
     summary = {"recipe": recipe.name, "size": job.train_loader.size, "precision": job.precision.name}
     summary |= figures._asdict() | {"settings": figures.settings._asdict()}
     summary |= {"shares_of_ranks": list(shares), "bound": find_bound(figures), "verdict": lines}
-    for name, content in ((TRACE, gzip.compress(trace, 6)), (SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")):
+    for name, content in (
+        (_TRACE, gzip.compress(trace, 6)),
+        (_SUMMARY, json.dumps(summary, indent=1).encode() + b"\n"),
+    ):
         with atomic_write(out / name) as file:
             file.write(content)
-    return _show(figures, shares, world, lines, out / TRACE)
+    return _show(figures, shares, world, lines, out / _TRACE)
 
 
 def _show(figures: Figures, shares: tuple[dict[str, float], ...], world: World, lines: list[str], path: Path) -> str:

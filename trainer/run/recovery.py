@@ -15,8 +15,7 @@ from datapipe.dataset.index import read_keys
 from datapipe.errors import ManifestError
 from datapipe.loaders import Batch
 
-from ..checkpoints.file import NAME as CHECKPOINT
-from ..checkpoints.file import set_aside
+from ..checkpoints.file import CHECKPOINT, set_aside
 from ..errors import BadStep, DivergedError
 from ..ranks.world import broadcast, gather, together
 from .job import Job
@@ -25,7 +24,7 @@ from .state import State
 
 logger = logging.getLogger(__name__)
 
-SHOWN_KEYS = 8  # of a batch, in messages; metrics.jsonl has all
+_SHOWN_KEYS = 8  # of a batch, in messages; metrics.jsonl has all
 
 
 @contextmanager
@@ -58,7 +57,7 @@ def _tell(job: Job, bad_step: BadStep, message: str) -> None:
             host,
             loss,
             images,
-            format_some(keys, SHOWN_KEYS),
+            format_some(keys, _SHOWN_KEYS),
         )
         job.metrics.write("diverged", step=bad_step.number, rank=rank, host=host, loss=loss, keys=keys)
 

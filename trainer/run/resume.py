@@ -11,8 +11,15 @@ import torch
 
 from datapipe.errors import SettingError
 
-from ..checkpoints.file import BEST, keep_as, list_checkpoints, load_checkpoint, restore_random, save_checkpoint
-from ..checkpoints.file import NAME as CHECKPOINT
+from ..checkpoints.file import (
+    BEST,
+    CHECKPOINT,
+    keep_as,
+    list_checkpoints,
+    load_checkpoint,
+    restore_random,
+    save_checkpoint,
+)
 from ..config.recipe import Recipe, check_resumable, parse
 from ..errors import CheckpointError, TrainingError
 from ..ranks.world import averaged_buffers, gather, set_buffers, together
@@ -24,7 +31,7 @@ from .state import State
 logger = logging.getLogger(__name__)
 
 # Errors that loading a state raises where something is missing, or has another shape.
-UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def save(job: Job, state: State, may_fail: bool = False, is_best: bool = False) -> None:
@@ -230,7 +237,7 @@ def restore(job: Job, state: State, content: dict[str, Any], is_resumed: bool = 
         metrics_bytes = content["metrics_bytes"]
     except SettingError:
         raise
-    except UNFIT as error:
+    except _UNFIT as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise CheckpointError(f"cannot be continued from: {reason}", path=content["path"]) from error
     if not is_finite(job.module):

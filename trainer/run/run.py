@@ -17,8 +17,7 @@ from datapipe.cluster import rank_placement
 from datapipe.console import NO_ROOM
 from datapipe.errors import SettingError
 
-from ..checkpoints.file import NAME as CHECKPOINT
-from ..checkpoints.file import set_aside
+from ..checkpoints.file import CHECKPOINT, set_aside
 from ..checkpoints.local import local_folder, open_local
 from ..config.recipe import Recipe
 from ..errors import DivergedError, TrainingError

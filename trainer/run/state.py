@@ -16,10 +16,10 @@ from torch import Tensor
 from ..errors import BadStep, DivergedError
 from ..ranks.world import World, sum_over_ranks
 
-RECENT_STEPS = 100  # whose median loss a spike is compared with
-FEWEST_RECENT = 20  # before which nothing is a spike
-LEAST_USUAL = 1e-3  # a median below that counts as that: where nearly all is learnt, a single image is a multiple
-MOST_PENDING = 1000  # losses on the device
+_RECENT_STEPS = 100  # whose median loss a spike is compared with
+_FEWEST_RECENT = 20  # before which nothing is a spike
+_LEAST_USUAL = 1e-3  # a median below that counts as that: where nearly all is learnt, a single image is a multiple
+_MOST_PENDING = 1000  # losses on the device
 
 
 class Losses:
@@ -38,7 +38,7 @@ class Losses:
         """
         self._spike_factor = spike_factor
         self._pending: list[tuple[Tensor, Tensor, Sequence[Tensor]]] = []  # what `add` was given
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._line: list[float] = [0.0, 0]  # sum and number of steps
         self._epoch: list[float] = [0.0, 0]
         self._answers: list[float] = [0.0, 0.0]  # right ones, and images, of the epoch
@@ -57,7 +57,7 @@ class Losses:
     @property
     def is_full(self) -> bool:
         """Return whether it is time to `read`: each loss takes memory on the device."""
-        return len(self._pending) >= MOST_PENDING
+        return len(self._pending) >= _MOST_PENDING
 
     def read(self, world: World, step: int, has_finite_gradients: bool = True) -> None:
         """Wait for the device and average over the ranks, which must all call this at the same step.
@@ -95,8 +95,8 @@ class Losses:
     def _find_problem(self, mean: float) -> str:
         if not math.isfinite(mean):
             return f"became {mean}"
-        if self._spike_factor is not None and len(self._recent) >= FEWEST_RECENT:
-            times = mean / max(median(self._recent), LEAST_USUAL)
+        if self._spike_factor is not None and len(self._recent) >= _FEWEST_RECENT:
+            times = mean / max(median(self._recent), _LEAST_USUAL)
             if times > self._spike_factor:
                 return f"rose to {mean:.4g}, {times:.1f} times the median of the {len(self._recent)} steps before,"
         return ""
@@ -130,7 +130,7 @@ class Losses:
         unknown = math.nan if state["epoch"][1] else 0.0  # of an epoch that has begun
         self._answers = list(state.get("answers", [unknown, unknown]))
         self._line, self._epoch = list(state["line"]), list(state["epoch"])
-        self._recent = deque(state.get("recent", []), RECENT_STEPS)
+        self._recent = deque(state.get("recent", []), _RECENT_STEPS)
 
 
 def _sum_of_each(answers: Sequence[Sequence[Tensor]]) -> list[float]:
