@@ -87,12 +87,10 @@ class Launch:
                 raise SettingError(f"--option {option!r}: begins with a hyphen, such as --option=--account=abc")
 
         check_apart("--out", self.out, "--data", self.data)
-        if self.stage is not None:
-            check_apart("--stage", self.stage, "--data", self.data)
-            check_apart("--stage", self.stage, "--out", self.out)
-        if self.local_checkpoints is not None:
-            check_apart("--local-checkpoints", self.local_checkpoints, "--out", self.out)
-            check_apart("--local-checkpoints", self.local_checkpoints, "--data", self.data)
+        for option, folder in (("--stage", self.stage), ("--local-checkpoints", self.local_checkpoints)):
+            if folder is not None:
+                check_apart(option, folder, "--data", self.data)
+                check_apart(option, folder, "--out", self.out)
 
     def _check_characters(self) -> None:
         """Raise SettingError for a text with control characters: a line break in a comment would begin a command."""

@@ -64,14 +64,11 @@ def save(job: Job, state: State, may_fail: bool = False, is_best: bool = False) 
                     _write(job, content, is_best, must_arrive=not may_fail)
         except (OSError, TrainingError) as error:
             state.saved_at, state.failed_saves = time.monotonic(), state.failed_saves + 1
-            if not may_fail or state.failed_saves > job.recipe.train.failed_checkpoints:
-                if job.world.is_main:
-                    logger.error(
-                        "without the checkpoint of step %d the run ends: %s", state.step, _why_it_ends(job, state)
-                    )
-                raise
+            ends = not may_fail or state.failed_saves > job.recipe.train.failed_checkpoints
             if job.world.is_main:
-                logger.error("no checkpoint of step %d: %s. %s", state.step, error, _what_stays(job, state))
+                logger.error("%s", _describe_failure(job, state, error, ends))
+            if ends:
+                raise
             return
     state.saved, state.saved_at, state.failed_saves = (state.epoch, state.step), time.monotonic(), 0
 
@@ -102,21 +99,17 @@ def _keep_best(path: Path, job: Job) -> None:
         logger.error("%s", error)
 
 
-def _what_stays(job: Job, state: State) -> str:
-    allowed = job.recipe.train.failed_checkpoints
-    return f"{_kept(state)}; training continues ({state.failed_saves} of {allowed} failures in a row that are allowed)"
-
-
-def _why_it_ends(job: Job, state: State) -> str:
-    allowed = job.recipe.train.failed_checkpoints
-    if state.failed_saves <= allowed:
-        return f"it is the last one, which must be written; {_kept(state)}"
-    failures = f"failure {state.failed_saves} in a row; given up after {allowed}, as train.failed_checkpoints says"
-    return f"{failures}; {_kept(state)}"
-
-
-def _kept(state: State) -> str:
-    return "there is none yet" if state.saved is None else f"that of step {state.saved[1]} stays"
+def _describe_failure(job: Job, state: State, error: Exception, ends: bool) -> str:
+    """Return what it means for a run, which ends or not, that its checkpoint could not be written."""
+    failures, allowed = state.failed_saves, job.recipe.train.failed_checkpoints
+    kept = "there is none yet" if state.saved is None else f"that of step {state.saved[1]} stays"
+    if not ends:
+        continues = f"training continues ({failures} of {allowed} failures in a row that are allowed)"
+        return f"no checkpoint of step {state.step}: {error}. {kept}; {continues}"
+    why = "it is the last one, which must be written"
+    if failures > allowed:
+        why = f"failure {failures} in a row; given up after {allowed}, as train.failed_checkpoints says"
+    return f"without the checkpoint of step {state.step} the run ends: {why}; {kept}"
 
 
 def _on_cpu(value: object) -> object:

@@ -41,7 +41,7 @@ class Losses:
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._line: list[float] = [0.0, 0]  # sum and number of steps
         self._epoch: list[float] = [0.0, 0]
-        self._answers: list[float] = [0.0, 0.0]  # right ones, and images, of the epoch
+        self._answers: list[float] = [0.0, 0]  # right ones, and images, of the epoch
 
     def add(self, loss: Tensor, samples: Tensor, answers: Sequence[Tensor] = ()) -> None:
         """Add a step.
@@ -87,10 +87,9 @@ class Losses:
                 what = "the loss" if has_finite_gradients or number < step else "the loss or its gradients"
                 raise DivergedError(f"{what} {problem} at step {number}", BadStep(number, loss, samples.tolist()))
             self._recent.append(mean)
-            for sums in (self._line, self._epoch):
-                sums[0] += mean
-                sums[1] += 1
-            self._answers = [self._answers[0] + right, self._answers[1] + count]
+            for sums, value, parts in ((self._line, mean, 1), (self._epoch, mean, 1), (self._answers, right, count)):
+                sums[0] += value
+                sums[1] += parts
 
     def _find_problem(self, mean: float) -> str:
         if not math.isfinite(mean):
@@ -103,21 +102,15 @@ class Losses:
 
     def take_line(self) -> float:
         """Return the mean since the last call, for a log line; NaN where all steps were skipped."""
-        mean = self._line[0] / self._line[1] if self._line[1] else math.nan
-        self._line = [0.0, 0]
-        return mean
+        return _take_mean(self._line)
 
     def take_epoch(self) -> float:
         """Return the mean since the last call, for an epoch; NaN where all steps were skipped."""
-        mean = self._epoch[0] / self._epoch[1] if self._epoch[1] else math.nan
-        self._epoch = [0.0, 0]
-        return mean
+        return _take_mean(self._epoch)
 
     def take_accuracy(self) -> float:
         """Return the share of right answers since the last call, for an epoch; NaN where none is known."""
-        right, count = self._answers
-        self._answers = [0.0, 0.0]
-        return right / count if count else math.nan
+        return _take_mean(self._answers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it."""
@@ -131,6 +124,13 @@ class Losses:
         self._answers = list(state.get("answers", [unknown, unknown]))
         self._line, self._epoch = list(state["line"]), list(state["epoch"])
         self._recent = deque(state.get("recent", []), _RECENT_STEPS)
+
+
+def _take_mean(sums: list[float]) -> float:
+    """Return a sum divided by its count, and set both to 0."""
+    total, count = sums
+    sums[:] = 0.0, 0
+    return total / count if count else math.nan
 
 
 def _sum_of_each(answers: Sequence[Sequence[Tensor]]) -> list[float]:
