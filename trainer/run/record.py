@@ -197,7 +197,7 @@ def tell_of_preconditioner(job: Job, state: State) -> None:
             logger.info("%s", line)
 
 
-def write_report(out: Path) -> Path | None:
+def report_run(out: Path) -> Path | None:
     """Write the run's report; return its path. A failure is only logged: training has succeeded all the same."""
     try:
         from ..reporting import page  # it takes a while to load

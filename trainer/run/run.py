@@ -36,7 +36,7 @@ from ..reporting.timing import Clock
 from .job import Job, make_run_folder, open_job, open_world
 from .loop import train
 from .owner import own
-from .record import describe_ranks, print_result, write_end, write_report, write_start
+from .record import describe_ranks, print_result, report_run, write_end, write_start
 from .rehearsal import rehearse
 from .resume import read_checkpoint, restore
 from .state import Losses, State
@@ -106,7 +106,7 @@ def run(recipe: Recipe, data: Path, out: Path, options: RunOptions = RunOptions(
             warn_if_short(options.ends_at, time.time())
         end = _run(recipe, options.local or data, out, options, world, clock, stop, loggers)
     if world.is_main:
-        report = None if end["status"] == "interrupted" else write_report(out)
+        report = None if end["status"] == "interrupted" else report_run(out)
         print(summary(end, recipe.train.target_accuracy, report, out, recipe.published), flush=True)
     if stop.number and end["status"] == "interrupted":
         return stop.exit_code
