@@ -83,7 +83,7 @@ def _earlier_path(path: Path, number: int) -> Path:
 def move_earlier(path: Path, keep: int) -> None:
     """Give each checkpoint the name of the one before it. The last one keeps its own, too, until it is replaced."""
     for number in range(keep - 1, 1, -1):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # there are fewer so far
             os.replace(_earlier_path(path, number - 1), _earlier_path(path, number))
     if keep > 1 and path.exists():
         keep_as(path, _earlier_path(path, 1))

@@ -132,7 +132,7 @@ def _removing(secret: Path | None, run: Path | None) -> Iterator[None]:
         yield
     finally:
         if run is not None and secret is not None and secret.parent == run:
-            with suppress(OSError):
+            with suppress(OSError):  # the folder is not empty
                 secret.unlink(missing_ok=True)  # a signal may have come before it was made
                 run.rmdir()
 
@@ -151,9 +151,9 @@ def _meet(crew: Crew, place: Placement, device: str, watch: Watch) -> World:
     watch.doing("connecting to the other ranks")
     answers = crew.gather_from_ranks("device", [chosen.type, gpu, problem])
     hosts = crew.hosts_of_ranks
-    for rank, (kind, _, its_problem) in enumerate(answers):
-        if its_problem:
-            raise SettingError(its_problem if rank == place.rank else f"{crew.names([rank])}: {its_problem}")
+    for rank, (kind, _, problem) in enumerate(answers):
+        if problem:
+            raise SettingError(problem if rank == place.rank else f"{crew.names([rank])}: {problem}")
         if kind != answers[0][0]:
             raise SettingError(f"{crew.names([rank])} would train on {kind}, and rank 0 on {answers[0][0]}")
     check_own_gpus([(host, gpu) for host, (_, gpu, _) in zip(hosts, answers, strict=True)])
@@ -193,7 +193,7 @@ def _choose_interface(crew: Crew) -> None:
     chosen = os.environ.get(_GLOO_INTERFACE, "").split(",")[0] or None  # gloo takes several; the first must reach
     address = crew.find_address(chosen, _GLOO_INTERFACE) if crew.is_leader else ""
     address = crew.gather_from_ranks("interface", address)[crew.local_ranks[0]]
-    names = [name for name, its_address in interface_addresses().items() if its_address == address]
+    names = [name for name, other in interface_addresses().items() if other == address]
     if names and not chosen:
         os.environ[_GLOO_INTERFACE] = names[0]
         os.environ.setdefault(_NCCL_INTERFACE, names[0])
@@ -222,7 +222,8 @@ def _refuse(place: Placement, reason: str, run: Path) -> None:
     if place.world_size > 1 and place.master:
         port = replace(place, port=place.train_port)
         secret = choose_file(run)
-        with suppress(CrewError, SettingError), open_crew(port, _REFUSE_S, "rank", refusal=reason, secret=secret):
+        met = open_crew(port, _REFUSE_S, "rank", refusal=reason, secret=secret)
+        with suppress(CrewError, SettingError), met:  # they may be gone already
             pass
 
 

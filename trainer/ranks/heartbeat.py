@@ -138,7 +138,7 @@ class Watch:
 
         def write() -> None:
             mode = "w" if self._rank == 0 else "x"  # the others know less, and may be the ones that are cut off
-            with suppress(OSError), open(path, mode) as file:
+            with suppress(OSError), open(path, mode) as file:  # the run ends all the same
                 file.writelines(f"{host}\n" for host in hosts)
 
         writer = threading.Thread(target=write, daemon=True)  # the filesystem may be what hangs
@@ -211,18 +211,16 @@ class Watch:
         self._compared = clock.now(), spent_s
         if before.keys() != spent_s.keys():
             return
-        took_s = {
-            rank: [now - was for now, was in zip(its, before[rank], strict=True)] for rank, its in spent_s.items()
-        }
-        usual_s = [median_low(its) for its in zip(*took_s.values(), strict=True)]
+        took_s = {rank: [now - was for now, was in zip(spent_s[rank], before[rank], strict=True)] for rank in before}
+        usual_s = [median_low(seconds) for seconds in zip(*took_s.values(), strict=True)]
         rank = max(took_s, key=lambda rank: sum(took_s[rank]))
-        more_s = [its - usual for its, usual in zip(took_s[rank], usual_s, strict=True)]
+        more_s = [took - usual for took, usual in zip(took_s[rank], usual_s, strict=True)]
         passed_s = self._compared[0] - begun
         if sum(more_s) > _SLOW_SHARE * passed_s:
             worst = more_s.index(max(more_s))
-            its_s, most_s = took_s[rank][worst], usual_s[worst]
-            name, what = crew.names([rank]), _SECTIONS[worst]
-            logger.warning("slow: %s spent %.1f of %.0f s in %s, most ranks %.1f", name, its_s, passed_s, what, most_s)
+            name, spent, most = crew.names([rank]), took_s[rank][worst], usual_s[worst]
+            text = "slow: %s spent %.1f of %.0f s in %s, most ranks %.1f"
+            logger.warning(text, name, spent, passed_s, _SECTIONS[worst], most)
 
     def _say(self, message: str, seconds: float, limit_s: float) -> str:
         """Log for whom all wait; return the message once they have waited as long as they may."""

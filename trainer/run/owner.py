@@ -147,7 +147,7 @@ def _lock(path: Path, fd: int) -> bool:
 
 def _is_same(path: Path, fd: int) -> bool:
     """Return whether a note is still the one that is open."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):  # then it is not
         return os.path.samestat(os.fstat(fd), os.stat(path))
     return False
 
@@ -179,7 +179,7 @@ def _wait_for_end(path: Path) -> None:
 def _refusal(path: Path) -> SettingError:
     """Return the error that says who trains in the folder of a note."""
     what, owner, silent_s = f"--out {path.parent}: another process trains there", None, 0.0
-    with suppress(OSError):
+    with suppress(OSError):  # the message needs no name
         content, touched_ns = _read(path)
         owner, silent_s = Owner.read(content), max(0.0, time.time() - touched_ns / 1e9)
     if owner is not None:
@@ -212,7 +212,7 @@ def _write(path: Path, fd: int, content: bytes, is_locked: bool) -> None:
 
 def _remove(path: Path, content: bytes) -> None:
     """Remove a note, unless it is another process's by now."""
-    with suppress(OSError, _Lost):
+    with suppress(OSError, _Lost):  # a note that stays is that of a process that has ended
         _check(path, content)
         path.unlink()
 

@@ -161,12 +161,11 @@ def _record(job: Job, count: int) -> list[Any] | None:
     recorder = Recorder(job, count)
     _train(job, recorder)
     spans = recorder.spans()
-    offset_us = _clock_offset_us(job.world)
-    spans = [Span(row, name, begin - offset_us, end - offset_us) for row, name, begin, end in spans]
-    plain = [tuple(span) for span in spans]
-    mine = plain, _shares(recorder, spans), recorder.timed_s / count, _memory_share(job.world)
-    everyones = gather(job.world, mine)
-    return everyones and [([Span._make(span) for span in its], *others) for its, *others in everyones]
+    ahead_us = _clock_offset_us(job.world)
+    shifted = [(row, name, begin - ahead_us, end - ahead_us) for row, name, begin, end in spans]
+    own = shifted, _shares(recorder, spans), recorder.timed_s / count, _memory_share(job.world)
+    ranks = gather(job.world, own)
+    return ranks and [([*map(Span._make, shifted)], *figures) for shifted, *figures in ranks]
 
 
 def _train(job: Job, recorder: Recorder) -> None:
@@ -199,14 +198,14 @@ def _clock_offset_us(world: World) -> float:
     best = float("inf"), 0.0
     for rank in range(1, world.world_size):
         for _ in range(_ROUNDS):
-            asked, its = 1e6 * time.perf_counter(), torch.zeros(1, dtype=torch.float64)
+            asked, answer = 1e6 * time.perf_counter(), torch.zeros(1, dtype=torch.float64)
             if world.rank == rank:
-                dist.send(its, dst=0)
-                dist.recv(its, src=0)
+                dist.send(answer, dst=0)
+                dist.recv(answer, src=0)
                 now = 1e6 * time.perf_counter()
-                best = min(best, (now - asked, (asked + now) / 2 - its.item()))
+                best = min(best, (now - asked, (asked + now) / 2 - answer.item()))
             elif world.is_main:
-                dist.recv(its, src=rank)
+                dist.recv(answer, src=rank)
                 dist.send(torch.tensor([1e6 * time.perf_counter()], dtype=torch.float64), dst=rank)
     return best[1]
 
@@ -223,7 +222,7 @@ def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
     world, recipe, options = job.world, job.recipe, job.train_loader.options
     figures = Figures(
         settings=read_settings(recipe.model_dump(mode="json")),
-        shares={row: sum(its[row] for its in shares) / len(shares) for row in shares[0]},
+        shares={row: sum(share[row] for share in shares) / len(shares) for row in shares[0]},
         step_s=max(step_s),
         images_per_s=recipe.train.batch_size / max(step_s),
         memory_share=max(memory),
@@ -255,9 +254,9 @@ def _show(figures: Figures, shares: tuple[dict[str, float], ...], world: World, 
     width = max(map(len, names))
     text = [f"{figures.images_per_s:,.0f} images/s, {format_duration(figures.step_s)} a step", ""]
     text.append(f"{'':{width}}  waiting for data  computing  communication  host")
-    for name, its in zip(names, shares, strict=True):
-        numbers = f"{its['data']:16.0%}  {its['compute']:9.0%}  {its['communication']:13.0%}  {its['host']:4.0%}"
-        text.append(f"{name:{width}}  {numbers}")
+    for name, share in zip(names, shares, strict=True):
+        data, compute, communication, host = (share[row] for row in ("data", "compute", "communication", "host"))
+        text.append(f"{name:{width}}  {data:16.0%}  {compute:9.0%}  {communication:13.0%}  {host:4.0%}")
     first, *rest = lines
     text += ["", first[0].upper() + first[1:] + ".", *(f"- {line}" for line in rest), "", str(path)]
     return "\n".join(map(printable, text))

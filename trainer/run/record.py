@@ -104,8 +104,8 @@ def describe_ranks(job: Job) -> list[dict[str, Any]] | None:
     """Return where each rank's time went, and the most memory that it had, on the first rank; all must call this."""
     world, time_s = job.world, job.clock.total()
     host = world.host_of[world.rank] if world.host_of else socket.gethostname()
-    mine = {"rank": world.rank, "host": host, "wait_share": wait_share(time_s), **metrics.memory_bytes(world.device)}
-    return gather(world, mine | {"time_s": time_s})
+    own = {"rank": world.rank, "host": host, "wait_share": wait_share(time_s), **metrics.memory_bytes(world.device)}
+    return gather(world, own | {"time_s": time_s})
 
 
 def write_end(
