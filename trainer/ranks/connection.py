@@ -164,10 +164,10 @@ def _meet(crew: Crew, place: Placement, device: str, watch: Watch) -> World:
     _leave_errors_to_watch(os.environ)
     # gloo for numbers on the CPU, so that agreeing on something never waits for the GPU.
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    ranks = {"store": crew.open_store("group"), "rank": place.rank, "world_size": place.world_size}
+    store, size = crew.open_store("group"), place.world_size
     try:
         with ended_by_signals(place.world_size):
-            dist.init_process_group(backend, timeout=_TIMEOUT, **ranks)
+            dist.init_process_group(backend, store=store, timeout=_TIMEOUT, rank=place.rank, world_size=size)
     except (dist.DistError, ValueError) as error:
         raise TrainingError(f"rank {place.rank} could not reach the other ranks: {error}") from error
     dist.distributed_c10d._set_pg_timeout(clock.OUTLASTS_ALL)  # from here on, the watch ends what hangs

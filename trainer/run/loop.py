@@ -95,7 +95,7 @@ def train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
         return True
     state.line_begun = state.step, job.clock.training_s
     try:
-        with closing(steps(job, state, stop.waiting)) as done, _progress(job, state) as progress:
+        with closing(do_steps(job, state, stop.waiting)) as done, _progress(job, state) as progress:
             for _ in done:
                 progress.advance(settings.batch_size)
                 if state.step % settings.log_every == 0:
@@ -113,7 +113,7 @@ def train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
     return True
 
 
-def steps(
+def do_steps(
     job: Job, state: State, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Generator[None, None, None]:
     """Do the rest of the epoch's steps; yield after each.

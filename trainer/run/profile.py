@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
 from datapipe.checks import checked_int
-from datapipe.console import printable
+from datapipe.console import Progress, printable
 from datapipe.fsio import atomic_write
 
 from ..config.recipe import Recipe
@@ -27,7 +29,7 @@ from ..reporting.timing import Clock
 from ..reporting.trace import Span, chrome_trace, compute_shares
 from ..reporting.verdict import Figures, advise, find_bound, format_duration
 from .job import Job, make_run_folder, open_job, open_world
-from .loop import steps
+from .loop import do_steps
 from .rehearsal import rehearse
 from .state import Losses, State
 
@@ -36,81 +38,6 @@ _TRACE, _SUMMARY = "trace.json.gz", "profile.json"
 _MARK = "trainer.run.profile: now"
 _ROUNDS = 20  # of comparing clocks
 _COMPUTING = "aten::", "## Call CompiledFxGraph"  # events of a processor: an operator, and what inductor has compiled
-
-
-class Recorder:
-    """Counts the steps, times some of them, and traces as many."""
-
-    def __init__(self, job: Job, steps: int) -> None:
-        self._job, self._steps, self._count = job, steps, 0
-        activities = [ProfilerActivity.CPU]
-        if job.world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities)
-        self._doing: list[tuple[str, int, float]] = []  # what began, of which section, when
-        self._marked_s = 0.0
-        self.waited_s, self.timed_s = 0.0, 0.0
-
-    def count(self) -> bool:
-        """Count a step; return whether that was the last one."""
-        self._count += 1
-        if self._count == _WARM_UP:
-            self._synchronize()
-            self._job.clock.drain()
-            self._job.clock.begin_epoch()
-            self._began = time.perf_counter()
-        if self._count == _WARM_UP + self._steps:
-            self._synchronize()
-            self.timed_s = time.perf_counter() - self._began
-            self._job.clock.drain()
-            self.waited_s = self._job.clock.epoch()["wait"]  # of the device: not while it has work left
-            self._profiler.start()
-            self._marked_s = time.perf_counter()
-            with record_function(_MARK):
-                pass
-            watch = self._job.world.watch
-            watch.listener = lambda what, section: self._doing.append((what, section, time.perf_counter()))
-        if self._count == _WARM_UP + 2 * self._steps:
-            self._synchronize()
-            self._doing.append(("", -1, time.perf_counter()))
-            self._profiler.stop()
-            self._job.world.watch.listener = None
-            return True
-        return False
-
-    def _synchronize(self) -> None:
-        if self._job.world.device.type == "cuda":
-            torch.cuda.synchronize(self._job.world.device)
-
-    def _host_spans(self) -> list[Span]:
-        spans = []
-        for (what, section, begin), (_, _, end) in zip(self._doing, self._doing[1:], strict=False):
-            spans.append(Span("data" if section == 0 else "host", what, 1e6 * begin, 1e6 * end))
-        return spans
-
-    def spans(self) -> list[Span]:
-        """Return what the traced steps consisted of, in microseconds of this rank's time.perf_counter."""
-        events: list[Any] = list(self._profiler.events() or ())
-        mark = next(event for event in events if event.name == _MARK)
-        shift_us = 1e6 * self._marked_s - mark.time_range.start
-        spans = self._host_spans()
-        is_cuda = self._job.world.device.type == "cuda"
-        for event in events:
-            row = _row_of(event, is_cuda)
-            if row:
-                spans.append(Span(row, event.name, event.time_range.start + shift_us, event.time_range.end + shift_us))
-        return spans
-
-
-def _row_of(event: Any, is_cuda: bool) -> str:
-    """Return the row of an event of the profiler; "" for one that is a part of another, or not a device's work."""
-    name = event.name
-    if name.startswith("gloo:") or "nccl" in name.lower():
-        return "communication" if name.startswith("gloo:") or event.device_type == DeviceType.CUDA else ""
-    if is_cuda:
-        return "compute" if event.device_type == DeviceType.CUDA and not event.is_user_annotation else ""
-    is_outermost = event.cpu_parent is None or not event.cpu_parent.name.startswith(_COMPUTING)
-    return "compute" if name.startswith(_COMPUTING) and is_outermost else ""
 
 
 def profile(
@@ -158,34 +85,89 @@ def _record(job: Job, count: int) -> list[Any] | None:
 
     None on ranks other than the first.
     """
-    recorder = Recorder(job, count)
-    _train(job, recorder)
-    spans = recorder.spans()
+    clock = job.clock
+    total = _WARM_UP + 2 * count
+    with (
+        Progress("profile", total, unit="steps", is_shown=job.world.is_main) as progress,
+        closing(_repeat_epochs(job, progress)) as done,
+    ):
+        _take(job, done, _WARM_UP)
+        clock.drain()
+        clock.begin_epoch()
+        began = time.perf_counter()
+        _take(job, done, count)
+        timed_s = time.perf_counter() - began
+        clock.drain()
+        waits = clock.epoch()["wait"] / timed_s  # of the device: not while it has work left
+        spans = _trace(job, done, count)
     ahead_us = _clock_offset_us(job.world)
     shifted = [(row, name, begin - ahead_us, end - ahead_us) for row, name, begin, end in spans]
-    own = shifted, _shares(recorder, spans), recorder.timed_s / count, _memory_share(job.world)
-    ranks = gather(job.world, own)
+    ranks = gather(job.world, (shifted, _shares(waits, spans), timed_s / count, _memory_share(job.world)))
     return ranks and [([*map(Span._make, shifted)], *figures) for shifted, *figures in ranks]
 
 
-def _train(job: Job, recorder: Recorder) -> None:
-    """Train until the recorder has all steps, if need be the recipe's epochs again and again."""
+def _repeat_epochs(job: Job, progress: Progress) -> Generator[None, None, None]:
+    """Train; yield after each step. The recipe's epochs are done again and again."""
     job.train_loader.set_size(job.recipe.data.size)  # images that grow have it in the end
     state = State(Losses(job.recipe.train.spike_factor))
     while True:
-        with closing(steps(job, state)) as done:
-            if any(recorder.count() for _ in done):
-                return
+        with closing(do_steps(job, state)) as done:
+            for _ in done:
+                progress.advance()
+                yield
         state.epoch += 1
         if state.epoch == job.recipe.train.epochs:
             state.epoch = state.step = 0
         job.train_loader.set_epoch(state.epoch)
 
 
-def _shares(recorder: Recorder, spans: list[Span]) -> dict[str, float]:
+def _take(job: Job, done: Iterator[None], count: int) -> None:
+    """Do so many steps, and wait for the device."""
+    for _ in islice(done, count):
+        pass
+    if job.world.device.type == "cuda":
+        torch.cuda.synchronize(job.world.device)
+
+
+def _trace(job: Job, done: Iterator[None], count: int) -> list[Span]:
+    """Do so many steps; return what they consisted of, in microseconds of this rank's time.perf_counter."""
+    is_cuda, watch = job.world.device.type == "cuda", job.world.watch
+    begun: list[tuple[str, int, float]] = []  # what began, of which section, when
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
+        marked_us = 1e6 * time.perf_counter()
+        with record_function(_MARK):
+            pass
+        watch.listener = lambda what, section: begun.append((what, section, 1e6 * time.perf_counter()))
+        _take(job, done, count)
+        begun.append(("", -1, 1e6 * time.perf_counter()))
+    watch.listener = None
+    spans = [
+        Span("data" if section == 0 else "host", what, begin, end)
+        for (what, section, begin), (_, _, end) in pairwise(begun)
+    ]
+    events: list[Any] = list(profiler.events() or ())
+    shift_us = marked_us - next(event for event in events if event.name == _MARK).time_range.start
+    for event in events:
+        if row := _row_of(event, is_cuda):
+            spans.append(Span(row, event.name, event.time_range.start + shift_us, event.time_range.end + shift_us))
+    return spans
+
+
+def _row_of(event: Any, is_cuda: bool) -> str:
+    """Return the row of an event of the profiler; "" for one that is a part of another, or not a device's work."""
+    name = event.name
+    if name.startswith("gloo:") or "nccl" in name.lower():
+        return "communication" if name.startswith("gloo:") or event.device_type == DeviceType.CUDA else ""
+    if is_cuda:
+        return "compute" if event.device_type == DeviceType.CUDA and not event.is_user_annotation else ""
+    is_outermost = event.cpu_parent is None or not event.cpu_parent.name.startswith(_COMPUTING)
+    return "compute" if name.startswith(_COMPUTING) and is_outermost else ""
+
+
+def _shares(waits: float, spans: list[Span]) -> dict[str, float]:
     """Return the shares of the steps' time: for data that of the timed steps, and the rest as in the traced ones."""
     traced = compute_shares(spans)
-    waits = recorder.waited_s / recorder.timed_s
     rest = 1 - traced["data"]
     return {row: waits if row == "data" else share / rest * (1 - waits) for row, share in traced.items()}
 
