@@ -31,7 +31,6 @@ from trainer.run.evaluate import evaluate
 from trainer.run.job import open_job
 from trainer.run.loop import train_epoch
 from trainer.run.state import Losses, State
-from trainer.step.precision import choose_precision
 
 OURS, OURS_SMALL, OURS_IN_MEMORY = "trainer", "trainer, stored at 160 pixels", "trainer, images in memory"
 OURS_WITHOUT_C = "trainer, nothing decoded in C"  # started with DATAPIPE_NATIVE=0
@@ -69,9 +68,8 @@ class Ours:
     def __init__(self, data: Path, recipe: Recipe, in_memory: bool, stack: ExitStack) -> None:
         keep_freed_memory()
         world = World()
-        precision = choose_precision(recipe.train.precision, world.device)
         self._clock = Clock()
-        job = open_job(recipe, data, WORK / "runs", world, precision, self._clock, stack)
+        job = open_job(recipe, data, WORK / "runs", world, self._clock, stack)
         loader = InMemory(job.train_loader) if in_memory else job.train_loader
         self._job = replace(job, train_loader=loader, metrics=MetricsFile(None))
 

@@ -363,7 +363,7 @@ def become(files: list[int], arguments: list[str], env: dict[str, str], cwd: str
     if not reports:
         import trainer.run.run
 
-        trainer.run.run.write_report = skip_report
+        trainer.run.run.report_run = skip_report
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in enumerate(files):
         os.dup2(file, number)

@@ -50,6 +50,7 @@ def test_pages_have_code(blocks, commands) -> None:
     assert len(blocks(ROOT / "docs" / "format.md", "python")) == 2
     assert [words[:2] for words in commands(ROOT / "README.md")] == [
         ["datapipe", "pack"],
+        ["trainer", "launch"],
         ["datapipe", "stage"],
         ["trainer", "train"],
     ]

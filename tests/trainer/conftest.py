@@ -56,7 +56,7 @@ def _no_reports(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
     """At the end of trainings in this process, unless a test has `real_reports`: one takes longer than the training."""
     trains_here = "trainer.run.run" in sys.modules or "alone" in request.fixturenames
     if trains_here and "real_reports" not in request.fixturenames:
-        monkeypatch.setattr("trainer.run.run.write_report", skip_report)
+        monkeypatch.setattr("trainer.run.run.report_run", skip_report)
 
 
 @pytest.fixture

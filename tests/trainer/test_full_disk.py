@@ -43,7 +43,7 @@ def train(start, packed, recipe_file, tmp_path):
 def whole_run(packed, recipe_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.run.run.write_report", skip_report)
+        patch.setattr("trainer.run.run.report_run", skip_report)
         assert run(load_recipe(str(recipe_file), [*SMALL, "train.epochs=1"]), packed, folder) == 0
     return folder
 

@@ -267,30 +267,17 @@ def test_a_rank_that_is_stopped_is_killed_in_a_minute_and_staging_never(tmp_path
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
-    env |= {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "4"}  # and no USER
     written = Launch(**EXAMPLE | {"data": make_data(tmp_path), "out": tmp_path / "run", "path": tmp_path}).write()
-    by_hand = ROOT / "tools/slurm/stage_and_train.sbatch"
-    for line in ([written], [by_hand, "imagenet-resnet50", "data", "run"]):
-        (tmp_path / "noted").unlink(missing_ok=True)
-        subprocess.run(["bash", *line], env=env, check=True, timeout=limit_s())
-        staging, training = (tmp_path / "noted").read_text().splitlines()
-        assert " --wait=0 " in staging and " datapipe stage " in staging
-        assert " --wait=60 " in training and " trainer train imagenet-resnet50 " in training
-        assert "--kill-on-bad-exit=0" in staging and "--kill-on-bad-exit=0" in training
-        assert " --ntasks=8 " in training
+    subprocess.run(["bash", written], env=env, check=True, timeout=limit_s())
+    staging, training = (tmp_path / "noted").read_text().splitlines()
+    assert " --wait=0 " in staging and " datapipe stage " in staging
+    assert " --wait=60 " in training and " trainer train imagenet-resnet50 " in training
+    assert "--kill-on-bad-exit=0" in staging and "--kill-on-bad-exit=0" in training
+    assert " --ntasks=8 " in training
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_user_needs_no_name(tmp_path, known):
-    """In a container, USER may be unset, and the user's number have no name."""
-    says = "echo somebody" if known else "echo 1234; exit 1"
-    programs = {"srun": f'echo "$@" >>{tmp_path}/noted', "scontrol": "echo node1"}
-    programs |= {"id": f'if [ "$1" = -u ]; then echo 1234; else {says}; fi'}
-    for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
-    line = ["bash", ROOT / "tools/slurm/stage_and_train.sbatch", "recipe", "packed/imagenet", "run"]
-    subprocess.run(line, env=env | {"SLURM_JOB_NODELIST": "node1"}, check=True, timeout=limit_s())
-    staging = (tmp_path / "noted").read_text().splitlines()[0]
-    assert staging.endswith(f" packed/imagenet /tmp/{'somebody' if known else 1234}/imagenet")
+def test_what_the_user_asks_of_qsub_comes_first():
+    """Of several resources of a name PBS takes the first: a user's may add cores."""
+    select = "-l select=2:ncpus=32:ngpus=4:mpiprocs=1"
+    lines = Launch(**EXAMPLE, scheduler="pbs", options=(select,)).render().splitlines()
+    assert [line for line in lines if "select=" in line] == [f"#PBS {select}", "#PBS -l select=2:ngpus=4:mpiprocs=1"]

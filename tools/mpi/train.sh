@@ -17,11 +17,13 @@ left() {
 }
 # Open MPI (4; 5) would bind each process to a core or a few, and each has many threads.
 export OMPI_MCA_hwloc_base_binding_policy=none PRTE_MCA_hwloc_default_binding_policy=none
-# The processes meet at the first host. Programs by their paths, as the other hosts' PATH may not have them.
+# The processes meet at the first host. Programs by their paths, as the other hosts' PATH may not have them. MPICH's mpiexec
+# takes -ppn N in place of --map-by ppr:N:node, and no -x: it hands over all variables.
 first=$(mpirun "$@" -n 1 hostname)
-
-mpirun "$@" -n 2 --map-by ppr:1:node "$(command -v datapipe)" stage /shared/packed/imagenet /local/imagenet --master "$first"
 export MASTER_ADDR=$first MASTER_PORT=$((20000 + $$ % 10000))
+
+mpirun "$@" -n 2 --map-by ppr:1:node -x MASTER_ADDR -x MASTER_PORT \
+    "$(command -v datapipe)" stage /shared/packed/imagenet /local/imagenet
 mpirun "$@" -n 8 --map-by ppr:4:node -x MASTER_ADDR -x MASTER_PORT \
     "$(command -v trainer)" train imagenet-resnet50 --data /local/imagenet --out /shared/runs/imagenet --resume \
     --max-time "$(left)"

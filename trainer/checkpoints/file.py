@@ -25,12 +25,12 @@ from datapipe.fsio import atomic_write, named, partial_path
 
 from ..errors import CheckpointError
 
-FORMAT = 1
-NAME = "checkpoint.pt"
+_FORMAT = 1
+CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
-FOLDER = 0x10  # MS-DOS's bit for one in a ZIP archive: torch would take what memory holds for such a part's bytes
+_FOLDER = 0x10  # MS-DOS's bit for one in a ZIP archive: torch would take what memory holds for such a part's bytes
 # Errors that zipfile and torch raise for bytes that are not a checkpoint, and a disk that cannot read them.
-UNREADABLE = (
+_UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
     struct.error,
@@ -66,7 +66,7 @@ def save_checkpoint(path: Path, content: dict[str, Any], keep: int = 1) -> None:
         writer = _Writer(file)
         try:
             # It calls `write` and `flush`, and nothing else of a file.
-            torch.save({"format": FORMAT, "random": random} | content, writer)  # type: ignore[arg-type]
+            torch.save({"format": _FORMAT, "random": random} | content, writer)  # type: ignore[arg-type]
         except RuntimeError:
             if writer.error is not None:
                 raise writer.error from None
@@ -83,7 +83,7 @@ def _earlier_path(path: Path, number: int) -> Path:
 def move_earlier(path: Path, keep: int) -> None:
     """Give each checkpoint the name of the one before it. The last one keeps its own, too, until it is replaced."""
     for number in range(keep - 1, 1, -1):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # there are fewer so far
             os.replace(_earlier_path(path, number - 1), _earlier_path(path, number))
     if keep > 1 and path.exists():
         keep_as(path, _earlier_path(path, 1))
@@ -104,8 +104,8 @@ def keep_as(path: Path, name: Path) -> None:
 def list_checkpoints(run: Path) -> list[Path]:
     """List the last checkpoints of a run that are there, the newest first."""
     numbers = [re.fullmatch(r"checkpoint-(\d+)\.pt", path.name) for path in run.glob("checkpoint-*.pt")]
-    paths = [_earlier_path(run / NAME, number) for number in sorted(int(match[1]) for match in numbers if match)]
-    return [path for path in (run / NAME, *paths) if path.exists()]
+    paths = [_earlier_path(run / CHECKPOINT, number) for number in sorted(int(match[1]) for match in numbers if match)]
+    return [path for path in (run / CHECKPOINT, *paths) if path.exists()]
 
 
 def set_aside(run: Path, damaged: Iterable[str]) -> None:
@@ -113,8 +113,8 @@ def set_aside(run: Path, damaged: Iterable[str]) -> None:
     for path in map(Path, damaged):
         os.replace(path, path.with_stem(f"{path.stem}-damaged"))
     last = next(iter(list_checkpoints(run)), None)
-    if last is not None and last.name != NAME:
-        os.replace(last, run / NAME)
+    if last is not None and last.name != CHECKPOINT:
+        os.replace(last, run / CHECKPOINT)
 
 
 class _Writer:
@@ -157,7 +157,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         # torch does not compare the CRC-32 sums that it writes
         with named(path), open(path, "rb", opener=open_regular) as file, zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
-            folders = [part.filename for part in archive.infolist() if part.external_attr & FOLDER]
+            folders = [part.filename for part in archive.infolist() if part.external_attr & _FOLDER]
         if damaged is not None:
             raise CheckpointError(f"damaged: wrong checksum of {damaged!r}", path=path)
         if folders:
@@ -166,13 +166,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, PermissionError):  # says nothing of what the file holds
         raise
-    except UNREADABLE as error:
+    except _UNREADABLE as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
         reason = f"not a readable checkpoint: {reason or type(error).__name__}"
         raise CheckpointError(reason, path=path) from error
     version = content.get("format") if isinstance(content, dict) else None
-    if version != FORMAT:
-        raise CheckpointError(f"has format {version!r}; this version reads {FORMAT}", path=path)
+    if version != _FORMAT:
+        raise CheckpointError(f"has format {version!r}; this version reads {_FORMAT}", path=path)
     return content
 
 

@@ -18,12 +18,11 @@ from datapipe.foreign import check_file, check_folder, open_regular
 from datapipe.fsio import PRIVATE_MODE, atomic_write, make_folder, named
 
 from ..reporting.runlog import NAME as METRICS
-from .file import BEST, keep_as, move_earlier, save_checkpoint
-from .file import NAME as CHECKPOINT
+from .file import BEST, CHECKPOINT, keep_as, move_earlier, save_checkpoint
 
 logger = logging.getLogger(__name__)
 
-COPY_BYTES = 1 << 20
+_COPY_BYTES = 1 << 20
 
 
 def local_folder(root: Path, run: Path) -> Path | None:
@@ -201,7 +200,7 @@ class LocalCheckpoints:
                     keep_as(self._run / CHECKPOINT, path)
                     continue
                 with atomic_write(path) as file:
-                    shutil.copyfileobj(source, file, COPY_BYTES)
+                    shutil.copyfileobj(source, file, _COPY_BYTES)
                     file.flush()
                     os.fsync(file.fileno())
                     if name == CHECKPOINT:

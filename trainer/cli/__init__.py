@@ -14,7 +14,18 @@ import typer
 from datapipe import __version__, console
 from datapipe.cluster import name_rank
 
-from .parameters import Changes, RecipeName, Stage
+from .parameters import (
+    Changes,
+    Data,
+    Device,
+    LocalCheckpoints,
+    MaxRestarts,
+    MaxTime,
+    RankTimeout,
+    RecipeName,
+    Stage,
+    StopSignals,
+)
 from .results import compare, recipes, repeat, report
 
 app = typer.Typer(
@@ -36,36 +47,19 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command()
 def train(
     recipe: RecipeName,
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Packed data set: the folder that holds train/ and val/.")],
+    data: Data,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run, for metrics, checkpoint and report.")],
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="section.key=value", help="Change one setting, or with section={…} a section; repeatable."
-        ),
-    ] = None,
+    changes: Changes = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue the run in --out from its checkpoint; without one, start it."),
     ] = False,
-    device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="auto (GPUs where there are any), cpu or cuda.")
-    ] = "auto",
+    device: Device = "auto",
     stage: Stage = None,
-    rank_timeout: Annotated[
-        float, typer.Option(metavar="S", help="End the run when a rank does nothing for so many seconds.")
-    ] = 120,
-    stop_signals: Annotated[
-        str, typer.Option(metavar="NAMES", help="Signals after which the run saves a checkpoint and stops.")
-    ] = "TERM,INT,USR1,USR2",
-    max_time: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Save a checkpoint and stop in time, e.g. 4:00:00 (default: the job's end)."),
-    ] = None,
-    local_checkpoints: Annotated[
-        Path | None,
-        typer.Option(metavar="LOCAL", help="Write checkpoints to a node's own disk first, and copy them meanwhile."),
-    ] = None,
+    rank_timeout: RankTimeout = 120,
+    stop_signals: StopSignals = "TERM,INT,USR1,USR2",
+    max_time: MaxTime = None,
+    local_checkpoints: LocalCheckpoints = None,
     log: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Also log to csv, tensorboard, or what a package adds; repeatable."),
@@ -115,13 +109,8 @@ def launch(
     ] = 0,
     stage: Stage = None,
     limit: Annotated[str | None, typer.Option("--time", metavar="TIME", help="Of a job, such as 4:00:00.")] = None,
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="How often to continue by itself, also without failed nodes (default: 20)."),
-    ] = None,
-    local_checkpoints: Annotated[
-        Path | None, typer.Option(metavar="LOCAL", help="Write checkpoints to a node's own disk first.")
-    ] = None,
+    max_restarts: MaxRestarts = None,
+    local_checkpoints: LocalCheckpoints = None,
     changes: Changes = None,
     option: Annotated[
         list[str] | None,
@@ -142,19 +131,19 @@ def launch(
     from ..launching import Launch
 
     plan = Launch(
-        str(Path(recipe).absolute()) if recipe.endswith(".toml") else recipe,
-        data.absolute(),
-        out.absolute(),
-        scheduler,
-        nodes,
-        gpus_per_node,
-        stage.absolute() if stage is not None else None,
-        limit,
-        max_restarts,
-        tuple(changes or ()),
-        local_checkpoints.absolute() if local_checkpoints is not None else None,
-        tuple(option or ()),
-        Path(sys.executable).parent,
+        recipe=str(Path(recipe).absolute()) if recipe.endswith(".toml") else recipe,
+        data=data.absolute(),
+        out=out.absolute(),
+        scheduler=scheduler,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        stage=stage and stage.absolute(),
+        time=limit,
+        max_restarts=max_restarts,
+        changes=tuple(changes or ()),
+        local_checkpoints=local_checkpoints and local_checkpoints.absolute(),
+        options=tuple(option or ()),
+        path=Path(sys.executable).parent,
     )
     console.print_lines(plan.write(overwrite))
     if submit:
@@ -164,11 +153,11 @@ def launch(
 @app.command()
 def profile(
     recipe: RecipeName,
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Packed data set: the folder that holds train/ and val/.")],
+    data: Data,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for trace.json.gz and profile.json.")],
     steps: Annotated[int, typer.Option(metavar="N", help="How many to time, and to trace.")] = 20,
     changes: Changes = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     stage: Stage = None,
 ) -> None:
     """Train some steps of a recipe, and tell what bounds it, and what to change.

@@ -10,7 +10,7 @@ import typer
 
 from datapipe.console import print_lines
 
-from .parameters import Changes, RecipeName, Stage, complete_recipe
+from .parameters import Changes, Data, Device, RecipeName, Stage, complete_recipe
 
 
 def report(
@@ -46,11 +46,11 @@ def report(
 
 def repeat(
     recipe: RecipeName,
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Packed data set: the folder that holds train/ and val/.")],
+    data: Data,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs: each goes to seed-K in it.")],
     seeds: Annotated[int, typer.Option(metavar="N", help="How many, from the recipe's own seed on.")] = 5,
     changes: Changes = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     stage: Stage = None,
     ranks: Annotated[int, typer.Option(metavar="N", help="Processes of each training.")] = 1,
     launcher: Annotated[

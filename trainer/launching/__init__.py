@@ -22,10 +22,10 @@ from ..ranks.limits import SHORTEST_S, parse_limit
 from ..reporting.runlog import FAILED_HOSTS
 
 SCHEDULERS = "slurm", "pbs", "mpi", "local"
-MAX_RESTARTS = 20
+_MAX_RESTARTS = 20
 # What a shell, a scheduler or an editor would act on, or hide; also what reverses text, and bytes that are not UTF-8.
-CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
-SUBMIT = {"slurm": "sbatch", "pbs": "qsub", "local": "bash"}
+_CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+_SUBMIT = {"slurm": "sbatch", "pbs": "qsub", "local": "bash"}
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,10 @@ class Launch:
                 raise SettingError(f"--option {option!r}: begins with a hyphen, such as --option=--account=abc")
 
         check_apart("--out", self.out, "--data", self.data)
-        if self.stage is not None:
-            check_apart("--stage", self.stage, "--data", self.data)
-            check_apart("--stage", self.stage, "--out", self.out)
-        if self.local_checkpoints is not None:
-            check_apart("--local-checkpoints", self.local_checkpoints, "--out", self.out)
-            check_apart("--local-checkpoints", self.local_checkpoints, "--data", self.data)
+        for option, folder in (("--stage", self.stage), ("--local-checkpoints", self.local_checkpoints)):
+            if folder is not None:
+                check_apart(option, folder, "--data", self.data)
+                check_apart(option, folder, "--out", self.out)
 
     def _check_characters(self) -> None:
         """Raise SettingError for a text with control characters: a line break in a comment would begin a command."""
@@ -100,7 +98,7 @@ class Launch:
         texts += [("--time", self.time), ("--local-checkpoints", self.local_checkpoints), ("PATH", self.path)]
         texts += [("--set", change) for change in self.changes] + [("--option", option) for option in self.options]
         for name, text in texts:
-            if text is not None and (character := CONTROL.search(str(text))):
+            if text is not None and (character := _CONTROL.search(str(text))):
                 raise SettingError(
                     f"{name} {printable(str(text))}: has the control character {printable(character[0])}, which no "
                     "script may contain; allowed: a text, or a path, without it"
@@ -118,7 +116,7 @@ class Launch:
         where += [format_count(self.gpus_per_node, "GPU") if self.gpus_per_node else "the processor"]
         values: dict[str, Any] = {
             **vars(self),
-            "max_restarts": MAX_RESTARTS if self.max_restarts is None else self.max_restarts,
+            "max_restarts": _MAX_RESTARTS if self.max_restarts is None else self.max_restarts,
             "name": re.sub(r"[^A-Za-z0-9_.-]", "_", Path(self.recipe).stem)[:15],  # what PBS takes at most
             "size": " with ".join(where) + (" each" if self.nodes > 1 and self.gpus_per_node else ""),
             "ranks_per_node": max(1, self.gpus_per_node),
@@ -198,7 +196,7 @@ class Launch:
         Raises:
             SettingError: That program is not here, or the scheduler is "mpi", whose hosts the script does not know.
         """
-        program = SUBMIT.get(self.scheduler)
+        program = _SUBMIT.get(self.scheduler)
         if program is None:
             raise SettingError(f"--submit: run it by  bash {self.script} --hostfile hosts")
         try:

@@ -38,19 +38,20 @@ from .world import World
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT = timedelta(minutes=30)  # for torch to connect the ranks
-REFUSE_S = 10.0  # how long a rank waits for the others only to tell them that it does not come
+_TIMEOUT = timedelta(minutes=30)  # for torch to connect the ranks
+_REFUSE_S = 10.0  # how long a rank waits for the others only to tell them that it does not come
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 _connections: list[Placement] = []  # of this process: at most one; it stays when the connections have ended
 _refusals: list[tuple[str, Path]] = []  # why this process did not connect, and the folder of its run: at most one
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and Ctrl-C end the process at once: Python's handlers run only when torch no longer waits."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+def ended_by_signals(world_size: int) -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C end one of several ranks at once: Python's handlers wait until torch no longer does."""
+    numbers = (signal.SIGTERM, signal.SIGINT) if world_size > 1 else ()
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
         yield
     finally:
@@ -105,17 +106,23 @@ def connected(
         watch.start(crew, place.rank, place.world_size, rank_timeout_s)
         stack.callback(watch.stop)
         world = _meet(crew, place, device, watch)
-        try:
+        with _explaining(crew, watch):
             yield world
-        except RuntimeError as error:
-            # A rank that ends closes its connections; its own message says why it ended.
-            if any(words in str(error).lower() for words in ("connection", "gloo", "nccl")):
-                reason = crew.explain(error)
-                world.watch.blame(crew.missing)
-                raise TrainingError(f"lost contact with another rank: {reason}") from error
-            raise
         gc.collect()  # cycles that refer to DDP
         dist.destroy_process_group()
+
+
+@contextmanager
+def _explaining(crew: Crew, watch: Watch) -> Iterator[None]:
+    """Raise TrainingError for the error of a connection: a rank that ends closes its own, and says why it ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(words in str(error).lower() for words in ("connection", "gloo", "nccl")):
+            reason = crew.explain(error)
+            watch.blame(crew.missing)
+            raise TrainingError(f"lost contact with another rank: {reason}") from error
+        raise
 
 
 @contextmanager
@@ -125,7 +132,7 @@ def _removing(secret: Path | None, run: Path | None) -> Iterator[None]:
         yield
     finally:
         if run is not None and secret is not None and secret.parent == run:
-            with suppress(OSError):
+            with suppress(OSError):  # the folder is not empty
                 secret.unlink(missing_ok=True)  # a signal may have come before it was made
                 run.rmdir()
 
@@ -144,9 +151,9 @@ def _meet(crew: Crew, place: Placement, device: str, watch: Watch) -> World:
     watch.doing("connecting to the other ranks")
     answers = crew.gather_from_ranks("device", [chosen.type, gpu, problem])
     hosts = crew.hosts_of_ranks
-    for rank, (kind, _, its_problem) in enumerate(answers):
-        if its_problem:
-            raise SettingError(its_problem if rank == place.rank else f"{crew.names([rank])}: {its_problem}")
+    for rank, (kind, _, problem) in enumerate(answers):
+        if problem:
+            raise SettingError(problem if rank == place.rank else f"{crew.names([rank])}: {problem}")
         if kind != answers[0][0]:
             raise SettingError(f"{crew.names([rank])} would train on {kind}, and rank 0 on {answers[0][0]}")
     check_own_gpus([(host, gpu) for host, (_, gpu, _) in zip(hosts, answers, strict=True)])
@@ -157,10 +164,10 @@ def _meet(crew: Crew, place: Placement, device: str, watch: Watch) -> World:
     _leave_errors_to_watch(os.environ)
     # gloo for numbers on the CPU, so that agreeing on something never waits for the GPU.
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    store = crew.open_store("group")
+    store, size = crew.open_store("group"), place.world_size
     try:
-        with ended_by_signals():
-            dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=place.rank, world_size=place.world_size)
+        with ended_by_signals(place.world_size):
+            dist.init_process_group(backend, store=store, timeout=_TIMEOUT, rank=place.rank, world_size=size)
     except (dist.DistError, ValueError) as error:
         raise TrainingError(f"rank {place.rank} could not reach the other ranks: {error}") from error
     dist.distributed_c10d._set_pg_timeout(clock.OUTLASTS_ALL)  # from here on, the watch ends what hangs
@@ -183,13 +190,13 @@ def _choose_interface(crew: Crew) -> None:
 
     Raises CrewError where a node does not reach another; names the addresses of both sides.
     """
-    chosen = os.environ.get(GLOO_INTERFACE, "").split(",")[0] or None  # gloo takes several; the first must reach
-    address = crew.find_address(chosen, GLOO_INTERFACE) if crew.is_leader else ""
+    chosen = os.environ.get(_GLOO_INTERFACE, "").split(",")[0] or None  # gloo takes several; the first must reach
+    address = crew.find_address(chosen, _GLOO_INTERFACE) if crew.is_leader else ""
     address = crew.gather_from_ranks("interface", address)[crew.local_ranks[0]]
-    names = [name for name, its_address in interface_addresses().items() if its_address == address]
+    names = [name for name, other in interface_addresses().items() if other == address]
     if names and not chosen:
-        os.environ[GLOO_INTERFACE] = names[0]
-        os.environ.setdefault(NCCL_INTERFACE, names[0])
+        os.environ[_GLOO_INTERFACE] = names[0]
+        os.environ.setdefault(_NCCL_INTERFACE, names[0])
 
 
 @contextmanager
@@ -215,7 +222,8 @@ def _refuse(place: Placement, reason: str, run: Path) -> None:
     if place.world_size > 1 and place.master:
         port = replace(place, port=place.train_port)
         secret = choose_file(run)
-        with suppress(CrewError, SettingError), open_crew(port, REFUSE_S, "rank", refusal=reason, secret=secret):
+        met = open_crew(port, _REFUSE_S, "rank", refusal=reason, secret=secret)
+        with suppress(CrewError, SettingError), met:  # they may be gone already
             pass
 
 

@@ -42,26 +42,26 @@ def check_start(world: World, module: nn.Module) -> None:
         _compare(world, {"initial parameters": parameter_digest(module)})
 
 
-def _compare(world: World, mine: dict[str, Any]) -> None:
+def _compare(world: World, setup: dict[str, Any]) -> None:
     if world.world_size == 1:
         return
-    first, *others = gather_everywhere(world, mine)
-    for rank, its in enumerate(others, start=1):
+    first, *others = gather_everywhere(world, setup)
+    for rank, other in enumerate(others, start=1):
         for name, value in first.items():
-            if its[name] != value:
-                theirs, ours = _where_different(its[name], value)
+            if other[name] != value:
+                difference = _where_different(other[name], value)
                 hosts = world.host_of[rank], world.host_of[0]
-                message = f"rank {rank} ({hosts[0]}) has another {name} than rank 0 ({hosts[1]}): {theirs}, not {ours}"
+                message = f"rank {rank} ({hosts[0]}) has another {name} than rank 0 ({hosts[1]}): {difference}"
                 raise TrainingError(message.replace("another versions", "other versions"))
 
 
-def _where_different(theirs: Any, ours: Any, path: str = "") -> tuple[str, str]:
+def _where_different(value: Any, expected: Any, path: str = "") -> str:
     """Return the first parts in which two values differ, in words."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        for key in {**ours, **theirs}:
-            if theirs.get(key) != ours.get(key):
-                return _where_different(theirs.get(key), ours.get(key), f"{path}.{key}" if path else str(key))
-    return f"{path} {theirs}".strip(), str(ours)
+    if isinstance(value, dict) and isinstance(expected, dict):
+        for key in {**expected, **value}:
+            if value.get(key) != expected.get(key):
+                return _where_different(value.get(key), expected.get(key), f"{path}.{key}" if path else str(key))
+    return f"{path} {value}".strip() + f", not {expected}"
 
 
 @torch.no_grad()
@@ -81,12 +81,12 @@ def check_replicas(world: World, module: nn.Module, step: int) -> None:
     names, parameters = zip(*module.named_parameters(), strict=True)
     sums = gather_everywhere(world, torch.stack([*map(_sum_bits, parameters)]).tolist())
     (common, count), *_ = Counter(map(tuple, sums)).most_common(1)
-    wrong = [rank for rank, its in enumerate(sums) if tuple(its) != common]
+    wrong = [rank for rank, values in enumerate(sums) if tuple(values) != common]
     if not wrong:
         return
     if 2 * count <= world.world_size:  # which of them are right is not known
         wrong = [*range(world.world_size)]
-    name = next(name for name, *its in zip(names, *sums, strict=True) if len({*its}) > 1)
+    name = next(name for name, *values in zip(names, *sums, strict=True) if len({*values}) > 1)
     who = ", ".join(f"rank {rank} ({world.host_of[rank]})" for rank in wrong)
     message = f"{who}: other parameters than the other ranks after step {step}, first in {name}"
     raise TrainingError(f"{message}. Its memory or GPU may be damaged; --resume continues from before, on other nodes")

@@ -14,7 +14,7 @@ from datapipe.loaders.device import explain_unseen_gpus
 
 from .world import World
 
-DEVICES = "auto", "cpu", "cuda"
+_DEVICES = "auto", "cpu", "cuda"
 
 
 def choose_device(device: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
@@ -56,8 +56,8 @@ def check_own_gpus(gpus: Sequence[tuple[str, str]]) -> None:
 
 
 def _device_type(device: str) -> str:
-    if device not in DEVICES:
-        raise SettingError(f"--device {device}: allowed: {', '.join(DEVICES)}")
+    if device not in _DEVICES:
+        raise SettingError(f"--device {device}: allowed: {', '.join(_DEVICES)}")
     if device == "cpu":
         return device
     if torch.cuda.is_available():

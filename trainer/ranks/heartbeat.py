@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 RANK_TIMEOUT_S = 120.0  # how long a rank may do nothing, unless a setting says otherwise
 LONG_FACTOR = 10  # by how much longer it may take for what is long
-SAY_S = 10.0  # how often to log for which rank the others wait; or half as long as they may
-SAY_LONG_S = 60.0  # from when on, where all ranks are in the same, and it is long
-SILENT_S = 5 * BEAT_S  # how long a rank says nothing before those that have to stop no longer count on it
-PARTING_S = 3 * BEAT_S  # how long the first rank, which may keep the store, stays for others to read why it ends
-LEFT_S = 3 * BEAT_S  # how long a rank that has left may be waited for: most errors are told to all ranks anyway
-NAMED = 8  # of the ranks that are behind
-EXIT_CODE = 1
-WRITE_S = 3.0  # how long writing FAILED_HOSTS may take
+_SAY_S = 10.0  # how often to log for which rank the others wait; or half as long as they may
+_SAY_LONG_S = 60.0  # from when on, where all ranks are in the same, and it is long
+_SILENT_S = 5 * BEAT_S  # how long a rank says nothing before those that have to stop no longer count on it
+_PARTING_S = 3 * BEAT_S  # how long the first rank, which may keep the store, stays for others to read why it ends
+_LEFT_S = 3 * BEAT_S  # how long a rank that has left may be waited for: most errors are told to all ranks anyway
+_NAMED = 8  # of the ranks that are behind
+_EXIT_CODE = 1
+_WRITE_S = 3.0  # how long writing FAILED_HOSTS may take
 COMPARE_S = 60.0  # how often to compare how long the ranks take for what they do without the others
-SLOW_SHARE = 0.1  # of that time: a rank that takes so much longer than most makes all of them slower
-SECTIONS = "waiting for data", "forward passes"
-VERDICT = "verdict"
+_SLOW_SHARE = 0.1  # of that time: a rank that takes so much longer than most makes all of them slower
+_SECTIONS = "waiting for data", "forward passes"
+_VERDICT = "verdict"
 
 
 class Watch:
@@ -48,13 +48,13 @@ class Watch:
 
     def __init__(self) -> None:
         self._doing: tuple[int, str, bool, float] = 0, "starting", True, clock.now()
-        self._section, self._spent_s = -1, [0.0] * len(SECTIONS)
+        self._section, self._spent_s = -1, [0.0] * len(_SECTIONS)
         self._file: tuple[Path, str, float] | None = None  # that it works with, the kind of its filesystem, since when
         self._kinds: dict[Path, str] = {}  # by folder
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._crew: Crew | None = None
-        self.exit_code = EXIT_CODE  # where the run ends because of another rank
+        self.exit_code = _EXIT_CODE  # where the run ends because of another rank
         self.run: Path | None = None  # the run's folder
         self.listener: Callable[[str, int], None] | None = None  # is told what `doing` is
 
@@ -64,7 +64,7 @@ class Watch:
         Args:
             what: Words that name the work, for a message.
             is_long: Whether it may take LONG_FACTOR times as long as other steps.
-            section: Index in SECTIONS, if it needs no other rank; -1: it may wait for others.
+            section: Index in _SECTIONS, if it needs no other rank; -1: it may wait for others.
         """
         number, _, was_long, since = self._doing
         now = clock.now()
@@ -111,7 +111,7 @@ class Watch:
         self._blamed: list[int] = []
         self._left: dict[int, float] = {}  # by rank: when it was seen that it had left
         self._compared: tuple[float, dict[int, list[float]]] = clock.now(), {}
-        self._said, self._patience_s = clock.now(), min(SAY_S, timeout_s / 2)
+        self._said, self._patience_s = clock.now(), min(_SAY_S, timeout_s / 2)
         crew.describe = self._describe
         self._thread = threading.Thread(target=self._run, name="trainer-watch", daemon=True)
         self._thread.start()
@@ -124,11 +124,11 @@ class Watch:
 
     def find_silent(self) -> str:
         """Return in words which rank has said nothing for long; "" where none has."""
-        if self._crew is None or clock.now() - self._heard_all < SILENT_S:
+        if self._crew is None or clock.now() - self._heard_all < _SILENT_S:
             return ""
         now = clock.now()
-        silent = [rank for rank, (_, changed) in [*self._changed.items()] if now - changed > SILENT_S] or [0]
-        return f"{self._crew.names(silent[:NAMED])} has given no sign of life for {now - self._heard_all:.0f} s"
+        silent = [rank for rank, (_, changed) in [*self._changed.items()] if now - changed > _SILENT_S] or [0]
+        return f"{self._crew.names(silent[:_NAMED])} has given no sign of life for {now - self._heard_all:.0f} s"
 
     def blame(self, ranks: list[int]) -> None:
         """Write into the run's folder on which hosts ranks are dead, or hang, for the script that leaves these out."""
@@ -138,12 +138,12 @@ class Watch:
 
         def write() -> None:
             mode = "w" if self._rank == 0 else "x"  # the others know less, and may be the ones that are cut off
-            with suppress(OSError), open(path, mode) as file:
+            with suppress(OSError), open(path, mode) as file:  # the run ends all the same
                 file.writelines(f"{host}\n" for host in hosts)
 
         writer = threading.Thread(target=write, daemon=True)  # the filesystem may be what hangs
         writer.start()
-        writer.join(WRITE_S)
+        writer.join(_WRITE_S)
 
     def _describe(self) -> list[Any]:
         number, what, is_long, since = self._doing
@@ -157,7 +157,7 @@ class Watch:
         while not self._ended.wait(BEAT_S):
             self._blamed = []
             try:
-                reason = self._crew.read_announced(VERDICT) or self._judge(self._crew)
+                reason = self._crew.read_announced(_VERDICT) or self._judge(self._crew)
             except CrewError as error:  # the first rank does not answer
                 reason, self._blamed = error.message, [0]
             if reason and not self._ended.is_set():
@@ -175,7 +175,7 @@ class Watch:
                 self._changed[rank] = beat, now
         silent = {rank: now - self._changed.setdefault(rank, (None, now))[1] for rank in ranks}
         for rank, why in crew.find_left(ranks).items():
-            if now - self._left.setdefault(rank, now) > LEFT_S:
+            if now - self._left.setdefault(rank, now) > _LEFT_S:
                 return f"{crew.names([rank])} has left: {why}"
         rank = max(silent, key=silent.__getitem__)
         self._heard_all = now - silent[rank]
@@ -198,31 +198,29 @@ class Watch:
         behind = [rank for rank, beat in doing.items() if beat[0] == last]
         _, what, is_long, _, _ = doing[behind[0]]
         seconds = min(doing[rank][3] for rank in behind)
-        if seconds < (SAY_LONG_S if is_long and len(behind) == self._world_size else self._patience_s):
+        if seconds < (_SAY_LONG_S if is_long and len(behind) == self._world_size else self._patience_s):
             return ""
         self._blamed = behind
-        names = crew.names(behind[:NAMED]) + (", …" if len(behind) > NAMED else "")
+        names = crew.names(behind[:_NAMED]) + (", …" if len(behind) > _NAMED else "")
         limit_s = self._timeout_s * (LONG_FACTOR if is_long else 1)
         return self._say(f"{names}: no progress for {seconds:.0f} s in: {what}", seconds, limit_s)
 
     def _compare_speed(self, crew: Crew, spent_s: dict[int, list[float]]) -> None:
-        """Log which rank is slower than most, and at what. `spent_s`: by rank, the seconds in each of SECTIONS."""
+        """Log which rank is slower than most, and at what. `spent_s`: by rank, the seconds in each of _SECTIONS."""
         begun, before = self._compared
         self._compared = clock.now(), spent_s
         if before.keys() != spent_s.keys():
             return
-        took_s = {
-            rank: [now - was for now, was in zip(its, before[rank], strict=True)] for rank, its in spent_s.items()
-        }
-        usual_s = [median_low(its) for its in zip(*took_s.values(), strict=True)]
+        took_s = {rank: [now - was for now, was in zip(spent_s[rank], before[rank], strict=True)] for rank in before}
+        usual_s = [median_low(seconds) for seconds in zip(*took_s.values(), strict=True)]
         rank = max(took_s, key=lambda rank: sum(took_s[rank]))
-        more_s = [its - usual for its, usual in zip(took_s[rank], usual_s, strict=True)]
+        more_s = [took - usual for took, usual in zip(took_s[rank], usual_s, strict=True)]
         passed_s = self._compared[0] - begun
-        if sum(more_s) > SLOW_SHARE * passed_s:
+        if sum(more_s) > _SLOW_SHARE * passed_s:
             worst = more_s.index(max(more_s))
-            its_s, most_s = took_s[rank][worst], usual_s[worst]
-            name, what = crew.names([rank]), SECTIONS[worst]
-            logger.warning("slow: %s spent %.1f of %.0f s in %s, most ranks %.1f", name, its_s, passed_s, what, most_s)
+            name, spent, most = crew.names([rank]), took_s[rank][worst], usual_s[worst]
+            text = "slow: %s spent %.1f of %.0f s in %s, most ranks %.1f"
+            logger.warning(text, name, spent, passed_s, _SECTIONS[worst], most)
 
     def _say(self, message: str, seconds: float, limit_s: float) -> str:
         """Log for whom all wait; return the message once they have waited as long as they may."""
@@ -243,9 +241,9 @@ class Watch:
         os.write(2, f"{printable(line)} {seconds:.0f} s\n".encode())
         if self._crew is not None and self._rank == 0:
             try:
-                self._crew.announce(VERDICT, reason)
+                self._crew.announce(_VERDICT, reason)
                 self.blame(self._blamed)
-                time.sleep(PARTING_S)
+                time.sleep(_PARTING_S)
             except CrewError:
                 pass
         elif self._crew is not None:

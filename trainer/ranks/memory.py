@@ -7,8 +7,8 @@ import os
 from collections.abc import MutableMapping
 
 # malloc.h, and mallopt(3)
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
-TOP_PAD_BYTES = 64 << 20
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_TOP_PAD_BYTES = 64 << 20
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch asks for huge pages for tensors of 2 MiB and more; it looks once
 
 
@@ -32,6 +32,6 @@ def keep_freed_memory(environ: MutableMapping[str, str] = os.environ) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    # -1: no limit. Without mappings all memory comes from one heap, whose end moves in steps of TOP_PAD_BYTES.
-    settings = ((M_TRIM_THRESHOLD, -1), (M_TOP_PAD, TOP_PAD_BYTES), (M_MMAP_MAX, 0))
+    # -1: no limit. Without mappings all memory comes from one heap, whose end moves in steps of _TOP_PAD_BYTES.
+    settings = ((_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, _TOP_PAD_BYTES), (_M_MMAP_MAX, 0))
     return all([mallopt(name, value) == 1 for name, value in settings])

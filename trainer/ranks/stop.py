@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,14 +21,14 @@ from .world import World
 
 SIGNALS = "TERM", "INT", "USR1", "USR2"
 # The system lets no process handle the first two; the others say that the process itself is broken.
-NEVER = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+_NEVER = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 # Launchers pass on the Ctrl-C that the terminal has already sent: that is not a second one.
 IMPATIENT_AFTER_S = 3.0
-UNWIND_S = 2.0  # how long the main thread may take to end after a second one
-END_S = 6.0  # how long a run in which a rank says nothing may take to end after a signal
-LOOK_S = 0.5
+_UNWIND_S = 2.0  # how long the main thread may take to end after a second one
+_END_S = 6.0  # how long a run in which a rank says nothing may take to end after a signal
+_LOOK_S = 0.5
 
-TIME_IS_OVER = 128  # as a signal's number: above all of them
+_TIME_IS_OVER = 128  # as a signal's number: above all of them
 TEMPORARY_FAILURE = 75  # sysexits(3): try again
 
 
@@ -44,7 +44,7 @@ class StopSignal:
     process all the same, and so does the first where another rank says nothing: a thread sees to that. (Schedulers send
     several SIGTERM, and a checkpoint may just be written.)
 
-    `number` is the signal that was agreed on, TIME_IS_OVER, or 0; `is_due` whether a checkpoint is due.
+    `number` is the signal that was agreed on, _TIME_IS_OVER, or 0; `is_due` whether a checkpoint is due.
 
     Args:
         world: This process's place among the ranks.
@@ -57,7 +57,8 @@ class StopSignal:
 
     def __init__(self, world: World, names: Sequence[str] = SIGNALS, ends_at: float | None = None) -> None:
         self.number, self.is_due = 0, False
-        self._ends_at, self.reserve_s = ends_at, RESERVE_S
+        self._ends_at = ends_at
+        self.reserve_s: Callable[[], float] = lambda: RESERVE_S  # how much of the time is kept for the end
         self._called_at, self._longest_s = 0.0, 0.0  # the last call of `agreed`, and the longest time between two
         self._world = world
         self._signals = [signal_of(name) for name in names]
@@ -106,11 +107,11 @@ class StopSignal:
                     elif number in self._signals and not first:
                         first, first_at = number, time.monotonic()
                         watch.exit_code = 128 + number
-                        heard.settimeout(LOOK_S)
-                if second_at and time.monotonic() - second_at > UNWIND_S:
+                        heard.settimeout(_LOOK_S)
+                if second_at and time.monotonic() - second_at > _UNWIND_S:
                     watch.exit_code = 128 + signal.SIGINT
                     watch.end("of a second Ctrl-C")
-                silent = watch.find_silent() if first and time.monotonic() - first_at > END_S else ""
+                silent = watch.find_silent() if first and time.monotonic() - first_at > _END_S else ""
                 if silent:
                     watch.end(f"{signal.Signals(first).name} asked for it, and {silent}")
 
@@ -146,20 +147,20 @@ class StopSignal:
     @property
     def exit_code(self) -> int:
         """The exit code of a process that has stopped: 128 + the signal's number; 75, where the time was over."""
-        return TEMPORARY_FAILURE if self.number == TIME_IS_OVER else 128 + self.number
+        return TEMPORARY_FAILURE if self.number == _TIME_IS_OVER else 128 + self.number
 
     @property
     def reason(self) -> str:
         """What has stopped the run: the name of a signal, or "time"."""
-        return "time" if self.number == TIME_IS_OVER else signal.Signals(self.number).name
+        return "time" if self.number == _TIME_IS_OVER else signal.Signals(self.number).name
 
     def _look_at_clock(self) -> None:
         now = clock.now()
         if self._called_at:
             self._longest_s = max(self._longest_s, now - self._called_at)
         self._called_at = now
-        if self._ends_at is not None and time.time() + self.reserve_s + 2 * self._longest_s > self._ends_at:
-            self._received = self._received or TIME_IS_OVER
+        if self._ends_at is not None and time.time() + self.reserve_s() + 2 * self._longest_s > self._ends_at:
+            self._received = self._received or _TIME_IS_OVER
 
     def settle(self) -> None:
         """Wait for what was sent; all ranks must call this before their connections end."""
@@ -181,7 +182,7 @@ def signal_of(name: str) -> signal.Signals:
         number = signal.Signals[f"SIG{name.strip().upper().removeprefix('SIG')}"]
     except KeyError:
         raise SettingError(f"--stop-signals {name!r}: no such signal; such as {','.join(SIGNALS)}") from None
-    if number in NEVER:
+    if number in _NEVER:
         names = ",".join(SIGNALS)
         raise SettingError(
             f"--stop-signals {name}: no process can save a checkpoint after it; allowed: such as {names}"

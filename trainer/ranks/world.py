@@ -153,16 +153,16 @@ def gather(world: World, value: T) -> list[T] | None:
     if not world.is_main:
         dist.gather(padded)
         return None
-    everyones = [torch.empty_like(padded) for _ in sizes]
-    dist.gather(padded, everyones)
-    return [_unpack(its[: int(size)]) for its, size in zip(everyones, sizes, strict=True)]
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.gather(padded, gathered)
+    return [_unpack(data[: int(size)]) for data, size in zip(gathered, sizes, strict=True)]
 
 
 def gather_everywhere(world: World, value: T) -> list[T]:
     """Return each rank's value, on all ranks: what JSON can hold, so tuples become lists."""
     if world.world_size == 1:
         return [value]
-    return [json.loads(its) for its in gather_bytes(json.dumps(value).encode())]
+    return [json.loads(text) for text in gather_bytes(json.dumps(value).encode())]
 
 
 def _pack(value: object) -> Tensor:

@@ -5,8 +5,9 @@ B batch, C channels, H height, W width
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from datapipe.checks import check_apart
+from datapipe.cluster import rank_placement
 from datapipe.errors import SettingError
+from datapipe.fsio import make_folder
 from datapipe.loaders import Loader, normalise
 from datapipe.loaders.device import Normaliser
+from datapipe.staging import StageOptions, stage
 
 from .. import models, optim
 from ..checkpoints.local import LocalCheckpoints
@@ -26,14 +31,18 @@ from ..kfac import KFAC, AdaptiveDamping
 from ..models.whitened import WhitenedNet, patch_moments
 from ..optim import kfac
 from ..optim.schedules import multiplier, scaled_lr
-from ..ranks.consistency import check_setup
+from ..ranks.connection import connected
+from ..ranks.consistency import check_setup, check_start
+from ..ranks.device import set_threads
+from ..ranks.heartbeat import RANK_TIMEOUT_S
+from ..ranks.memory import keep_freed_memory
 from ..ranks.world import World, sum_over_ranks, wrap
 from ..reporting.metrics import MetricsFile
 from ..reporting.runlog import NAME as METRICS
 from ..reporting.timing import Clock
 from ..step.ema import Average
 from ..step.losses import begin_bias
-from ..step.precision import Precision, kernels_chosen
+from ..step.precision import Precision, choose_precision, kernels_chosen
 from .loading import count_classes, open_loaders
 from .state import State
 
@@ -115,8 +124,6 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
     normaliser = Normaliser(recipe.data.mean, recipe.data.std, world.device)
     # Not by a hook, which would be compiled as a graph of its own.
     module.forward = partial(_forward, module.forward, normaliser, memory_format)
-    if train.compile:
-        module.compile(mode=train.compile_mode)  # in place, so that parameters keep their names
     names = ("bucket_mib", "gradient_dtype", "static_graph", "powersgd_rank", "powersgd_start_step")
     return module, wrap(module, world, **{name: getattr(train, name) for name in names})
 
@@ -151,15 +158,64 @@ def build_preconditioner(recipe: Recipe, world: World, model: nn.Module, scaler:
         raise SettingError(f"kfac: {error}") from error
 
 
-def open_job(
+@contextmanager
+def open_world(
     recipe: Recipe,
     data: Path,
     run: Path,
-    world: World,
-    precision: Precision,
     clock: Clock,
-    stack: ExitStack,
-) -> Job:
+    device: str = "auto",
+    local: Path | None = None,
+    rank_timeout_s: float = RANK_TIMEOUT_S,
+) -> Iterator[World]:
+    """Stage the data set, if it is to be, and connect the ranks for as long as the block runs; see `connected`.
+
+    Args:
+        recipe: The recipe of the run.
+        data: Packed data set: the folder that holds train/ and val/.
+        run: Folder of the run.
+        clock: Clock of the run.
+        device: Device to train on: auto, cpu or cuda.
+        local: Folder on each node's own disk, to which the data set is staged first; None: it is not staged.
+        rank_timeout_s: Longest time that a rank may do nothing, in seconds.
+
+    Yields:
+        This process's place among the ranks, ready to compute on its device.
+
+    Raises:
+        SettingError: A setting is wrong; with several ranks, on all of them.
+        DatapipeError: The data set could not be staged, or a rank did not come.
+    """
+    if run.exists() and not run.is_dir():
+        raise SettingError(f"--out {run}: is a file; it must be a folder, or not exist yet")
+    check_apart("--out", run, "--data", data)
+    place = rank_placement(os.environ)
+    World(world_size=place.world_size).batch_size(recipe.train.batch_size)
+    if local is not None:
+        check_apart("--out", run, "--stage", local)
+        with clock.section("staging"):
+            stage(data, local, StageOptions(placement=place))
+    with connected(place, device, rank_timeout_s, run, after_staging=local is not None) as world:
+        set_threads(world)
+        if world.device.type == "cpu":
+            keep_freed_memory()
+        clock.use(world.device)
+        yield world
+
+
+def make_run_folder(run: Path, stack: ExitStack) -> None:
+    """Make the folder of a run. If it is new, and still empty when `stack` closes, it is removed."""
+    if not run.exists():
+        stack.callback(_remove_if_empty, run)
+    make_folder(run)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # something is in it
+        folder.rmdir()
+
+
+def open_job(recipe: Recipe, data: Path, run: Path, world: World, clock: Clock, stack: ExitStack) -> Job:
     """Open everything except the metrics, which belong to an earlier part of the run until this part is accepted.
 
     Args:
@@ -167,7 +223,6 @@ def open_job(
         data: Packed data set: the folder that holds train/ and val/.
         run: Folder of the run.
         world: This process's place among the ranks.
-        precision: Arithmetic of the forward pass.
         clock: Clock that tells where the time goes, since the run began.
         stack: Stack that closes what is opened.
 
@@ -175,10 +230,10 @@ def open_job(
         The job, with a new network. Its metrics are still to be opened.
 
     Raises:
-        DatapipeError: There is no usable data set.
-        SettingError: The recipe does not fit it.
-        TrainingError: A rank has another recipe, data set, or other software; see `check_setup`.
+        DatapipeError, SettingError: There is no usable data set, or the recipe does not fit it.
+        TrainingError: A rank has another recipe, data set, software, or initial parameters; see `check_setup`.
     """
+    precision = choose_precision(recipe.train.precision, world.device)
     world.watch.doing("opening the data set", is_long=recipe.data.backend == "resident")  # which it decodes
     train_loader, val_loader = open_loaders(recipe, data, world, stack)
     loaders = {"train": train_loader, "val": val_loader}
@@ -187,6 +242,7 @@ def open_job(
     precision.set_up()
     stack.enter_context(kernels_chosen(recipe.train.deterministic))
     module, model = build_network(recipe, world, train_loader)
+    check_start(world, module)
     scaler = precision.scaler()
     preconditioner = build_preconditioner(recipe, world, model, scaler)
     metrics = MetricsFile(run / METRICS if world.is_main else None, world.watch.at)
@@ -209,15 +265,6 @@ def open_job(
         clock=clock,
         metrics=metrics,
     )
-
-
-def read_losses(job: Job, state: State) -> None:
-    """Read the losses of the steps so far; all ranks must call this at the same step.
-
-    Raises:
-        DivergedError: A loss is not finite, or a spike; all ranks raise this.
-    """
-    state.losses.read(job.world, state.step)
 
 
 def check_finite(job: Job, state: State) -> None:

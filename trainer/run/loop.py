@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import closing
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, closing, nullcontext
 
 import torch
 from torch import Tensor
@@ -20,12 +21,12 @@ from ..errors import DivergedError
 from ..optim import set_lr
 from ..optim.kfac import set_for_step
 from ..ranks.consistency import check_replicas
-from ..ranks.stop import RESERVE_S, StoppedWaiting, StopSignal
+from ..ranks.stop import StoppedWaiting, StopSignal
 from ..ranks.world import averaged_buffers
 from ..reporting.runlog import BESIDE_TRAINING
 from ..step.precise_bn import estimate_statistics
 from .evaluate import Evaluation, evaluate
-from .job import Job, check_finite, read_losses
+from .job import Job, check_finite
 from .objective import backward, whole_loss
 from .record import log_preconditioner, tell_of_preconditioner
 from .recovery import Skipper, naming_samples, roll_back
@@ -81,12 +82,6 @@ def _train_and_evaluate(job: Job, state: State, stop: StopSignal) -> bool:
     return True
 
 
-def _is_due(job: Job, state: State) -> bool:
-    """Return whether the first rank wants a checkpoint, by the time since the last."""
-    minutes = job.recipe.train.checkpoint_every_minutes
-    return job.world.is_main and minutes is not None and time.monotonic() - state.saved_at > 60 * minutes
-
-
 def train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
     """Do the rest of the epoch's steps; return False if it was stopped before its end.
 
@@ -95,66 +90,68 @@ def train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
         state: Its progress, which is changed.
         stop: Says when to stop early.
     """
-    settings, clock, watch = job.recipe.train, job.clock, job.world.watch
-    last_step = (state.epoch + 1) * job.steps_per_epoch
+    settings, last_step = job.recipe.train, (state.epoch + 1) * job.steps_per_epoch
     if state.step == last_step:
         return True
-    line_step, line_s, first_step = state.step, clock.training_s, state.step
-    skipper = Skipper(job) if settings.when_diverged == "skip" else None
-    job.model.train()
-    batches = iter(job.train_loader)  # a generator, although the loader promises only an iterator
-    with closing(batches), _progress(job, state) as progress:  # type: ignore[type-var]
-        while state.step < last_step:
-            is_first = state.step == first_step  # the loader fills its buffers, kernels are chosen
-            watch.doing(f"waiting for the batch of step {state.step + 1}", is_long=is_first, section=0)
-            asked = time.perf_counter()
-            try:
-                with stop.waiting():
-                    batch = next(batches)
-            except StoppedWaiting:
-                stop.agreed()
-                return False
-            waited_s = time.perf_counter() - asked
-
-            begin = clock.mark()
-            if skipper is not None:
-                skipper.begin()
-            answers: list[Tensor] = []
-            loss = backward(job, batch, state.step, is_long=is_first, answers=answers)
-            middle = clock.mark()
-            lr = job.learning_rate(state.step) * state.lr_factor
-            state.step += 1
-            watch.doing(f"update of step {state.step}", is_long=is_first)
-            if skipper is None:
-                state.losses.add(loss, batch.samples, answers)
-            if skipper is None or skipper.accepts(state, loss, batch.samples, answers):
-                _update(job, state.step - 1, lr, batch, loss)
-            clock.add_step(waited_s, begin, middle, clock.mark())
-
-            progress.advance(settings.batch_size)
-            if state.step % settings.log_every == 0 or state.losses.is_full:
-                read_losses(job, state)
-            if state.step % settings.log_every == 0:
-                clock.drain()
-                images = (state.step - line_step) * settings.batch_size
-                _log_line(job, state, lr, images / (clock.training_s - line_s))
-                log_preconditioner(job, state)
-                line_step, line_s = state.step, clock.training_s
-            replicas = settings.check_replicas_every_steps
-            if replicas and state.step % replicas == 0:
-                check_replicas(job.world, job.module, state.step)
-            if job.local is not None:
-                stop.reserve_s = RESERVE_S + 2 * job.local.longest_copy_s  # one may be under way
-            if stop.agreed(_is_due(job, state)):
-                return False
-            every = settings.checkpoint_every_steps
-            if (stop.is_due or (every and state.step % every == 0)) and state.step < last_step:
-                save(job, state, may_fail=True)
+    state.line_begun = state.step, job.clock.training_s
+    try:
+        with closing(do_steps(job, state, stop.waiting)) as done, _progress(job, state) as progress:
+            for _ in done:
+                progress.advance(settings.batch_size)
+                if state.step % settings.log_every == 0:
+                    _write_line(job, state)
+                if _is_turn(state.step, settings.check_replicas_every_steps):
+                    check_replicas(job.world, job.module, state.step)
+                if stop.agreed(_wants_checkpoint(job, state)):
+                    return False
+                is_due = stop.is_due or _is_turn(state.step, settings.checkpoint_every_steps)
+                if is_due and state.step < last_step:
+                    save(job, state, may_fail=True)
+    except StoppedWaiting:
+        stop.agreed()
+        return False
     return True
 
 
-def _update(job: Job, step: int, lr: float, batch: Batch, loss: Tensor) -> None:
+def do_steps(
+    job: Job, state: State, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Generator[None, None, None]:
+    """Do the rest of the epoch's steps; yield after each.
+
+    Args:
+        job: The run.
+        state: Its progress, which is changed.
+        waiting: Context in which a batch is waited for.
+    """
+    clock, watch, first = job.clock, job.world.watch, state.step + 1
+    update = Skipper(job, _update) if job.recipe.train.when_diverged == "skip" else _update
+    job.model.train()
+    batches = iter(job.train_loader)  # a generator, although the loader promises only an iterator
+    with closing(batches):  # type: ignore[type-var]
+        for number in range(first, (state.epoch + 1) * job.steps_per_epoch + 1):
+            is_first = number == first  # the loader fills its buffers, kernels are chosen
+            watch.doing(f"waiting for the batch of step {number}", is_long=is_first, section=0)
+            asked = time.perf_counter()
+            with waiting():
+                batch = next(batches)
+            waited_s = time.perf_counter() - asked
+
+            begin = clock.mark()
+            loss = backward(job, state, batch, is_first)
+            middle = clock.mark()
+            update(job, state, batch, loss, is_first)
+            clock.add_step(waited_s, begin, middle, clock.mark())
+
+            state.step = number
+            if state.losses.is_full:
+                state.losses.read(job.world, state.step)
+            yield
+
+
+def _update(job: Job, state: State, batch: Batch, loss: Tensor, is_long: bool = False) -> None:
     """Update the parameters with their gradients, which are those of `loss`, averaged over the ranks."""
+    step, lr = state.step, job.learning_rate(state.step) * state.lr_factor
+    job.world.watch.doing(f"update of step {step + 1}", is_long)
     set_lr(job.optimizer, lr)
     max_norm = job.recipe.optimizer.max_grad_norm
     if job.preconditioner is not None or max_norm is not None:
@@ -174,6 +171,35 @@ def _update(job: Job, step: int, lr: float, batch: Batch, loss: Tensor) -> None:
     job.average.update(step + 1)
 
 
+def _is_turn(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _wants_checkpoint(job: Job, state: State) -> bool:
+    """Return whether the first rank wants a checkpoint, by the time since the last."""
+    minutes = job.recipe.train.checkpoint_every_minutes
+    return job.world.is_main and minutes is not None and time.monotonic() - state.saved_at > 60 * minutes
+
+
+def _write_line(job: Job, state: State) -> None:
+    """Write how training has done since the last line."""
+    state.losses.read(job.world, state.step)
+    job.clock.drain()
+    step, begun_s = state.line_begun
+    images = (state.step - step) * job.recipe.train.batch_size
+    job.metrics.write(
+        "train",
+        epoch=state.epoch,
+        step=state.step,
+        loss=state.losses.take_line(),
+        lr=job.learning_rate(state.step - 1) * state.lr_factor,
+        images_per_s=images / (job.clock.training_s - begun_s),
+        elapsed_s=job.clock.elapsed_s,
+    )
+    log_preconditioner(job, state)
+    state.line_begun = state.step, job.clock.training_s
+
+
 def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | None, bool]:
     """Evaluate if this epoch is due; return (the evaluation or None, whether it was not stopped)."""
     settings, batches = job.recipe.train, iter(range(1, len(job.val_loader) + 1))
@@ -184,7 +210,7 @@ def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | No
         return stop.agreed()
 
     job.world.watch.doing("evaluating", is_long=True)
-    read_losses(job, state)
+    state.losses.read(job.world, state.step)
     job.clock.drain()
     epoch = state.epoch + 1
     if epoch % settings.evaluate_every and epoch < settings.epochs:
@@ -254,18 +280,6 @@ def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
     job.clock.begin_epoch()
     job.train_loader.set_size(job.recipe.data.size_at(state.epoch, epochs))
     job.train_loader.set_epoch(state.epoch)
-
-
-def _log_line(job: Job, state: State, lr: float, images_per_s: float) -> None:
-    job.metrics.write(
-        "train",
-        epoch=state.epoch,
-        step=state.step,
-        loss=state.losses.take_line(),
-        lr=lr,
-        images_per_s=images_per_s,
-        elapsed_s=job.clock.elapsed_s,
-    )
 
 
 def _progress(job: Job, state: State) -> Progress:

@@ -17,6 +17,7 @@ from datapipe.loaders import Batch
 from ..step.losses import per_sample_loss
 from ..step.mixing import MixedBatch, mix
 from .job import Job
+from .state import State
 
 
 def batch_loss(job: Job, batch: Batch, step: int, answers: list[Tensor] | None = None) -> Tensor:
@@ -52,15 +53,14 @@ def count_answers(logits_BK: Tensor, batch: MixedBatch) -> Tensor:
     return torch.stack([right_B.sum(), batch.valid.sum()])
 
 
-def backward(job: Job, batch: Batch, step: int, is_long: bool = False, answers: list[Tensor] | None = None) -> Tensor:
+def backward(job: Job, state: State, batch: Batch, is_long: bool = False) -> Tensor:
     """Add the gradients of a batch's mean loss to the parameters', in parts, if the recipe says so.
 
     Args:
         job: The run.
+        state: Its progress, to whose losses this one is added.
         batch: This rank's slice of the step's global batch.
-        step: Number of the step in the run, from 0.
         is_long: Whether it may take longer than other steps.
-        answers: List to which `count_answers` of each part is added.
 
     Returns:
         The loss, a scalar.
@@ -68,16 +68,19 @@ def backward(job: Job, batch: Batch, step: int, is_long: bool = False, answers: 
     if job.recipe.train.compile_mode != "default":
         torch.compiler.cudagraph_mark_step_begin()  # CUDA graphs may reuse the memory of the last step's results
     watch, parts = job.world.watch, _divide(batch, job.recipe.train.accumulation_steps)
-    losses = []
+    losses: list[Tensor] = []
+    answers: list[Tensor] = []
     for number, part in enumerate(parts, start=1):
-        watch.doing(f"forward pass of step {step + 1}", is_long=is_long, section=1)
+        watch.doing(f"forward pass of step {state.step + 1}", is_long=is_long, section=1)
         is_last, model = number == len(parts), job.model
         with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
-            loss = batch_loss(job, part, step, answers) / len(parts)
-            watch.doing(f"backward pass of step {step + 1}", is_long=is_long)
+            loss = batch_loss(job, part, state.step, answers) / len(parts)
+            watch.doing(f"backward pass of step {state.step + 1}", is_long=is_long)
             job.scaler.scale(loss).backward()
         losses.append(loss.detach())
-    return sum(losses[1:], start=losses[0])
+    loss = sum(losses[1:], start=losses[0])
+    state.losses.add(loss, batch.samples, answers)
+    return loss
 
 
 def whole_loss(job: Job, batch: Batch, step: int) -> Tensor:

@@ -33,12 +33,12 @@ from datapipe.process_id import ProcessId
 
 logger = logging.getLogger(__name__)
 
-NAME = ".owner"
+NOTE = ".owner"
 BEAT_S = 5.0  # how often an owner touches its note
 DEAD_S = 6 * BEAT_S  # how long an owner that lives may seem not to
-LOOK_S = 0.5
+_LOOK_S = 0.5
 CONFIRM_S = 2.0  # after which of two processes that take over the same run at once, the last one has done so
-MAX_BYTES = 4096  # of a note
+_MAX_BYTES = 4096  # of a note
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def own(run: Path, job: str, lose: Callable[[str], object]) -> Iterator[None]:
         OSError: The note cannot be written.
     """
     me = Owner(ProcessId.here(), job, time.time())
-    path, content = run / NAME, json.dumps(asdict(me)).encode()
+    path, content = run / NOTE, json.dumps(asdict(me)).encode()
     fd = _take(path, content)
     ended = threading.Event()
     thread = threading.Thread(target=_beat, args=(path, content, ended, lose), name="trainer-owner", daemon=True)
@@ -147,7 +147,7 @@ def _lock(path: Path, fd: int) -> bool:
 
 def _is_same(path: Path, fd: int) -> bool:
     """Return whether a note is still the one that is open."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):  # then it is not
         return os.path.samestat(os.fstat(fd), os.stat(path))
     return False
 
@@ -173,13 +173,13 @@ def _wait_for_end(path: Path) -> None:
         if clock.now() - begun > limit_s:
             logger.warning("%s: %s gives no sign of life: taking over the run", path, owner or "another process")
             return
-        time.sleep(LOOK_S)
+        time.sleep(_LOOK_S)
 
 
 def _refusal(path: Path) -> SettingError:
     """Return the error that says who trains in the folder of a note."""
     what, owner, silent_s = f"--out {path.parent}: another process trains there", None, 0.0
-    with suppress(OSError):
+    with suppress(OSError):  # the message needs no name
         content, touched_ns = _read(path)
         owner, silent_s = Owner.read(content), max(0.0, time.time() - touched_ns / 1e9)
     if owner is not None:
@@ -192,7 +192,7 @@ def _refusal(path: Path) -> SettingError:
 def _read(path: Path) -> tuple[bytes, int]:
     """Return a note's content, and when it was touched, in nanoseconds. To open it asks a file server for both."""
     with open(path, "rb") as file:
-        return file.read(MAX_BYTES), os.fstat(file.fileno()).st_mtime_ns
+        return file.read(_MAX_BYTES), os.fstat(file.fileno()).st_mtime_ns
 
 
 def _write(path: Path, fd: int, content: bytes, is_locked: bool) -> None:
@@ -212,7 +212,7 @@ def _write(path: Path, fd: int, content: bytes, is_locked: bool) -> None:
 
 def _remove(path: Path, content: bytes) -> None:
     """Remove a note, unless it is another process's by now."""
-    with suppress(OSError, _Lost):
+    with suppress(OSError, _Lost):  # a note that stays is that of a process that has ended
         _check(path, content)
         path.unlink()
 

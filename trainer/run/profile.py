@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import time
-from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,115 +16,28 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
-from datapipe.checks import check_apart, checked_int
-from datapipe.cluster import rank_placement
-from datapipe.console import printable
-from datapipe.errors import SettingError
-from datapipe.fsio import atomic_write, make_folder
-from datapipe.staging import StageOptions, stage
+from datapipe.checks import checked_int
+from datapipe.console import Progress, printable
+from datapipe.fsio import atomic_write
 
 from ..config.recipe import Recipe
-from ..ranks.connection import connected, ended_by_signals
-from ..ranks.consistency import check_start
-from ..ranks.device import set_threads
-from ..ranks.memory import keep_freed_memory
-from ..ranks.stop import StopSignal
+from ..ranks.connection import ended_by_signals
 from ..ranks.world import World, gather, together
-from ..reporting.metrics import MetricsFile, hardware, memory_bytes
+from ..reporting.metrics import hardware, memory_bytes
 from ..reporting.recipe_settings import read_settings
 from ..reporting.timing import Clock
 from ..reporting.trace import Span, chrome_trace, compute_shares
 from ..reporting.verdict import Figures, advise, find_bound, format_duration
-from ..step.precision import choose_precision
-from .job import Job, open_job
-from .loop import train_epoch
+from .job import Job, make_run_folder, open_job, open_world
+from .loop import do_steps
 from .rehearsal import rehearse
-from .run import remove_if_empty
 from .state import Losses, State
 
-WARM_UP = 5  # steps before the first that counts: kernels are chosen, buffers filled
-TRACE, SUMMARY = "trace.json.gz", "profile.json"
-MARK = "trainer.run.profile: now"
-ROUNDS = 20  # of comparing clocks
-COMPUTING = "aten::", "## Call CompiledFxGraph"  # events of a processor: an operator, and what inductor has compiled
-NEVER = {"log_every": 10**9, "checkpoint_every_minutes": None, "checkpoint_every_steps": None}
-NEVER |= {"check_replicas_every_steps": None}
-
-
-class Recorder(StopSignal):
-    """Counts the steps, times some of them, traces as many, and stops: a stop signal as far as training goes."""
-
-    def __init__(self, job: Job, steps: int) -> None:
-        super().__init__(job.world, ())
-        self._job, self._steps, self._count = job, steps, 0
-        activities = [ProfilerActivity.CPU]
-        if job.world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities)
-        self._doing: list[tuple[str, int, float]] = []  # what began, of which section, when
-        self._marked_s = 0.0
-        self.waited_s, self.timed_s = 0.0, 0.0
-
-    def agreed(self, is_due: bool = False) -> bool:  # nothing is saved
-        """Count a step; return whether that was the last one."""
-        self._count += 1
-        if self._count == WARM_UP:
-            self._synchronize()
-            self._job.clock.drain()
-            self._job.clock.begin_epoch()
-            self._began = time.perf_counter()
-        if self._count == WARM_UP + self._steps:
-            self._synchronize()
-            self.timed_s = time.perf_counter() - self._began
-            self._job.clock.drain()
-            self.waited_s = self._job.clock.epoch()["wait"]  # of the device: not while it has work left
-            self._profiler.start()
-            self._marked_s = time.perf_counter()
-            with record_function(MARK):
-                pass
-            watch = self._job.world.watch
-            watch.listener = lambda what, section: self._doing.append((what, section, time.perf_counter()))
-        if self._count == WARM_UP + 2 * self._steps:
-            self._synchronize()
-            self._doing.append(("", -1, time.perf_counter()))
-            self._profiler.stop()
-            self._job.world.watch.listener = None
-            return True
-        return False
-
-    def _synchronize(self) -> None:
-        if self._job.world.device.type == "cuda":
-            torch.cuda.synchronize(self._job.world.device)
-
-    def _host_spans(self) -> list[Span]:
-        spans = []
-        for (what, section, begin), (_, _, end) in zip(self._doing, self._doing[1:], strict=False):
-            spans.append(Span("data" if section == 0 else "host", what, 1e6 * begin, 1e6 * end))
-        return spans
-
-    def spans(self) -> list[Span]:
-        """Return what the traced steps consisted of, in microseconds of this rank's time.perf_counter."""
-        events: list[Any] = list(self._profiler.events() or ())
-        mark = next(event for event in events if event.name == MARK)
-        shift_us = 1e6 * self._marked_s - mark.time_range.start
-        spans = self._host_spans()
-        is_cuda = self._job.world.device.type == "cuda"
-        for event in events:
-            row = _row_of(event, is_cuda)
-            if row:
-                spans.append(Span(row, event.name, event.time_range.start + shift_us, event.time_range.end + shift_us))
-        return spans
-
-
-def _row_of(event: Any, is_cuda: bool) -> str:
-    """Return the row of an event of the profiler; "" for one that is a part of another, or not a device's work."""
-    name = event.name
-    if name.startswith("gloo:") or "nccl" in name.lower():
-        return "communication" if name.startswith("gloo:") or event.device_type == DeviceType.CUDA else ""
-    if is_cuda:
-        return "compute" if event.device_type == DeviceType.CUDA and not event.is_user_annotation else ""
-    is_outermost = event.cpu_parent is None or not event.cpu_parent.name.startswith(COMPUTING)
-    return "compute" if name.startswith(COMPUTING) and is_outermost else ""
+_WARM_UP = 5  # steps before the first that counts: kernels are chosen, buffers filled
+_TRACE, _SUMMARY = "trace.json.gz", "profile.json"
+_MARK = "trainer.run.profile: now"
+_ROUNDS = 20  # of comparing clocks
+_COMPUTING = "aten::", "## Call CompiledFxGraph"  # events of a processor: an operator, and what inductor has compiled
 
 
 def profile(
@@ -151,71 +64,110 @@ def profile(
         OSError: The trace cannot be written.
     """
     checked_int("--steps", steps, 1)
-    if out.exists() and not out.is_dir():
-        raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
-    check_apart("--out", out, "--data", data)
-    if local is not None:
-        check_apart("--out", out, "--stage", local)
-    place = rank_placement(os.environ)
-    World(world_size=place.world_size).batch_size(recipe.train.batch_size)
-    if local is not None:
-        stage(data, local, StageOptions(placement=place))
-        data = local
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=NEVER)})
-    with connected(place, device, run=out, after_staging=local is not None) as world, ExitStack() as stack:
-        set_threads(world)
-        if world.device.type == "cpu":
-            keep_freed_memory()
-        precision = choose_precision(recipe.train.precision, world.device)
-        clock = Clock()
-        clock.use(world.device)
-        with ended_by_signals() if world.world_size > 1 else nullcontext():
-            with together(world):
-                if world.is_main:
-                    if not out.exists():
-                        stack.callback(remove_if_empty, out)
-                    make_folder(out)
-            job = replace(open_job(recipe, data, out, world, precision, clock, stack), metrics=MetricsFile(None))
-            check_start(world, job.module)
-            rehearse(job)
-            everyones = _record(job, steps)
-            with together(world):
-                if everyones is not None:
-                    return _write(job, out, everyones, local is not None)
-    return None
+    clock = Clock()
+    with (
+        open_world(recipe, data, out, clock, device, local) as world,
+        ExitStack() as stack,
+        ended_by_signals(world.world_size),
+    ):
+        with together(world):
+            if world.is_main:
+                make_run_folder(out, stack)
+        job = open_job(recipe, local or data, out, world, clock, stack)
+        rehearse(job)
+        everyones = _record(job, steps)
+        with together(world):
+            return None if everyones is None else _write(job, out, everyones, is_staged=local is not None)
 
 
-def _record(job: Job, steps: int) -> list[Any] | None:
+def _record(job: Job, count: int) -> list[Any] | None:
     """Do the steps; return of each rank its spans, its shares, the seconds of a step, and its share of the memory.
 
     None on ranks other than the first.
     """
-    recorder = Recorder(job, steps)
-    _train(job, recorder)
-    spans = recorder.spans()
-    offset_us = _clock_offset_us(job.world)
-    spans = [Span(row, name, begin - offset_us, end - offset_us) for row, name, begin, end in spans]
-    plain = [tuple(span) for span in spans]
-    mine = plain, _shares(recorder, spans), recorder.timed_s / steps, _memory_share(job.world)
-    everyones = gather(job.world, mine)
-    return everyones and [([Span._make(span) for span in its], *others) for its, *others in everyones]
+    clock = job.clock
+    total = _WARM_UP + 2 * count
+    with (
+        Progress("profile", total, unit="steps", is_shown=job.world.is_main) as progress,
+        closing(_repeat_epochs(job, progress)) as done,
+    ):
+        _take(job, done, _WARM_UP)
+        clock.drain()
+        clock.begin_epoch()
+        began = time.perf_counter()
+        _take(job, done, count)
+        timed_s = time.perf_counter() - began
+        clock.drain()
+        waits = clock.epoch()["wait"] / timed_s  # of the device: not while it has work left
+        spans = _trace(job, done, count)
+    ahead_us = _clock_offset_us(job.world)
+    shifted = [(row, name, begin - ahead_us, end - ahead_us) for row, name, begin, end in spans]
+    ranks = gather(job.world, (shifted, _shares(waits, spans), timed_s / count, _memory_share(job.world)))
+    return ranks and [([*map(Span._make, shifted)], *figures) for shifted, *figures in ranks]
 
 
-def _train(job: Job, recorder: Recorder) -> None:
-    """Train until the recorder has all steps, if need be the recipe's epochs again and again."""
+def _repeat_epochs(job: Job, progress: Progress) -> Generator[None, None, None]:
+    """Train; yield after each step. The recipe's epochs are done again and again."""
     job.train_loader.set_size(job.recipe.data.size)  # images that grow have it in the end
     state = State(Losses(job.recipe.train.spike_factor))
-    while train_epoch(job, state, recorder):
+    while True:
+        with closing(do_steps(job, state)) as done:
+            for _ in done:
+                progress.advance()
+                yield
         state.epoch += 1
         if state.epoch == job.recipe.train.epochs:
             state.epoch = state.step = 0
         job.train_loader.set_epoch(state.epoch)
 
 
-def _shares(recorder: Recorder, spans: list[Span]) -> dict[str, float]:
+def _take(job: Job, done: Iterator[None], count: int) -> None:
+    """Do so many steps, and wait for the device."""
+    for _ in islice(done, count):
+        pass
+    if job.world.device.type == "cuda":
+        torch.cuda.synchronize(job.world.device)
+
+
+def _trace(job: Job, done: Iterator[None], count: int) -> list[Span]:
+    """Do so many steps; return what they consisted of, in microseconds of this rank's time.perf_counter."""
+    is_cuda, watch = job.world.device.type == "cuda", job.world.watch
+    begun: list[tuple[str, int, float]] = []  # what began, of which section, when
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
+        marked_us = 1e6 * time.perf_counter()
+        with record_function(_MARK):
+            pass
+        watch.listener = lambda what, section: begun.append((what, section, 1e6 * time.perf_counter()))
+        _take(job, done, count)
+        begun.append(("", -1, 1e6 * time.perf_counter()))
+    watch.listener = None
+    spans = [
+        Span("data" if section == 0 else "host", what, begin, end)
+        for (what, section, begin), (_, _, end) in pairwise(begun)
+    ]
+    events: list[Any] = list(profiler.events() or ())
+    shift_us = marked_us - next(event for event in events if event.name == _MARK).time_range.start
+    for event in events:
+        if row := _row_of(event, is_cuda):
+            spans.append(Span(row, event.name, event.time_range.start + shift_us, event.time_range.end + shift_us))
+    return spans
+
+
+def _row_of(event: Any, is_cuda: bool) -> str:
+    """Return the row of an event of the profiler; "" for one that is a part of another, or not a device's work."""
+    name = event.name
+    if name.startswith("gloo:") or "nccl" in name.lower():
+        return "communication" if name.startswith("gloo:") or event.device_type == DeviceType.CUDA else ""
+    if is_cuda:
+        return "compute" if event.device_type == DeviceType.CUDA and not event.is_user_annotation else ""
+    is_outermost = event.cpu_parent is None or not event.cpu_parent.name.startswith(_COMPUTING)
+    return "compute" if name.startswith(_COMPUTING) and is_outermost else ""
+
+
+def _shares(waits: float, spans: list[Span]) -> dict[str, float]:
     """Return the shares of the steps' time: for data that of the timed steps, and the rest as in the traced ones."""
     traced = compute_shares(spans)
-    waits = recorder.waited_s / recorder.timed_s
     rest = 1 - traced["data"]
     return {row: waits if row == "data" else share / rest * (1 - waits) for row, share in traced.items()}
 
@@ -227,15 +179,15 @@ def _clock_offset_us(world: World) -> float:
     """
     best = float("inf"), 0.0
     for rank in range(1, world.world_size):
-        for _ in range(ROUNDS):
-            asked, its = 1e6 * time.perf_counter(), torch.zeros(1, dtype=torch.float64)
+        for _ in range(_ROUNDS):
+            asked, answer = 1e6 * time.perf_counter(), torch.zeros(1, dtype=torch.float64)
             if world.rank == rank:
-                dist.send(its, dst=0)
-                dist.recv(its, src=0)
+                dist.send(answer, dst=0)
+                dist.recv(answer, src=0)
                 now = 1e6 * time.perf_counter()
-                best = min(best, (now - asked, (asked + now) / 2 - its.item()))
+                best = min(best, (now - asked, (asked + now) / 2 - answer.item()))
             elif world.is_main:
-                dist.recv(its, src=rank)
+                dist.recv(answer, src=rank)
                 dist.send(torch.tensor([1e6 * time.perf_counter()], dtype=torch.float64), dst=rank)
     return best[1]
 
@@ -252,7 +204,7 @@ def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
     world, recipe, options = job.world, job.recipe, job.train_loader.options
     figures = Figures(
         settings=read_settings(recipe.model_dump(mode="json")),
-        shares={row: sum(its[row] for its in shares) / len(shares) for row in shares[0]},
+        shares={row: sum(share[row] for share in shares) / len(shares) for row in shares[0]},
         step_s=max(step_s),
         images_per_s=recipe.train.batch_size / max(step_s),
         memory_share=max(memory),
@@ -270,10 +222,13 @@ def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
     summary = {"recipe": recipe.name, "size": job.train_loader.size, "precision": job.precision.name}
     summary |= figures._asdict() | {"settings": figures.settings._asdict()}
     summary |= {"shares_of_ranks": list(shares), "bound": find_bound(figures), "verdict": lines}
-    for name, content in ((TRACE, gzip.compress(trace, 6)), (SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")):
+    for name, content in (
+        (_TRACE, gzip.compress(trace, 6)),
+        (_SUMMARY, json.dumps(summary, indent=1).encode() + b"\n"),
+    ):
         with atomic_write(out / name) as file:
             file.write(content)
-    return _show(figures, shares, world, lines, out / TRACE)
+    return _show(figures, shares, world, lines, out / _TRACE)
 
 
 def _show(figures: Figures, shares: tuple[dict[str, float], ...], world: World, lines: list[str], path: Path) -> str:
@@ -281,9 +236,9 @@ def _show(figures: Figures, shares: tuple[dict[str, float], ...], world: World, 
     width = max(map(len, names))
     text = [f"{figures.images_per_s:,.0f} images/s, {format_duration(figures.step_s)} a step", ""]
     text.append(f"{'':{width}}  waiting for data  computing  communication  host")
-    for name, its in zip(names, shares, strict=True):
-        numbers = f"{its['data']:16.0%}  {its['compute']:9.0%}  {its['communication']:13.0%}  {its['host']:4.0%}"
-        text.append(f"{name:{width}}  {numbers}")
+    for name, share in zip(names, shares, strict=True):
+        data, compute, communication, host = (share[row] for row in ("data", "compute", "communication", "host"))
+        text.append(f"{name:{width}}  {data:16.0%}  {compute:9.0%}  {communication:13.0%}  {host:4.0%}")
     first, *rest = lines
     text += ["", first[0].upper() + first[1:] + ".", *(f"- {line}" for line in rest), "", str(path)]
     return "\n".join(map(printable, text))

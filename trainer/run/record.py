@@ -45,34 +45,7 @@ def write_start(job: Job, state: State, resumed: bool) -> None:
     if resumed:
         logger.info("resuming at step %d, in epoch %d", state.step, state.epoch + 1)
     if job.metrics.is_empty:
-        recipe = job.recipe.model_dump(mode="json")
-        job.metrics.write(
-            "run",
-            format=FORMAT,
-            recipe=recipe,
-            recipe_name=job.recipe.name,
-            commit=metrics.commit(),
-            versions=metrics.versions(),
-            device=metrics.device_name(world.device),
-            hardware=metrics.hardware(world.device, world.host_cores, len(set(world.host_of)) or 1),
-            precision=job.precision.name,
-            cores_per_rank=world.cores,
-            threads=torch.get_num_threads(),
-            decoder_in_c=str(choose_native()),
-            loader_threads=job.train_loader.options.num_threads(),
-            world_size=world.world_size,
-            global_batch_size=job.recipe.train.batch_size,
-            train_samples=job.train_loader.num_samples,
-            val_samples=job.val_loader.num_samples,
-            num_classes=job.train_loader.num_classes,
-            data_sets=_data_sets(job),
-            num_parameters=sum(parameter.numel() for parameter in job.module.parameters()),
-            peak_lr=job.peak_lr,
-            mlperf=mlperf.read_labels(os.environ, recipe),
-            elapsed_s=job.clock.elapsed_s,
-            started=datetime.now(UTC).isoformat(timespec="seconds"),
-            command=sys.argv,
-        )
+        job.metrics.write("run", **_describe_run(job))
     if resumed:
         job.metrics.write(
             "resume",
@@ -84,13 +57,39 @@ def write_start(job: Job, state: State, resumed: bool) -> None:
             repeated_steps=max(0, job.metrics.cut_step - state.step),
             target_accuracy=job.recipe.train.target_accuracy,
         )
-    logger.info(
-        "%s on %s, %s, precision %s",
-        job.recipe.name,
-        metrics.device_name(world.device),
-        format_count(world.world_size, "rank"),
-        job.precision.name,
-    )
+    where = metrics.device_name(world.device), format_count(world.world_size, "rank")
+    logger.info("%s on %s, %s, precision %s", job.recipe.name, *where, job.precision.name)
+
+
+def _describe_run(job: Job) -> dict[str, Any]:
+    """Return what the first line says of a run."""
+    world, recipe = job.world, job.recipe.model_dump(mode="json")
+    return {
+        "format": FORMAT,
+        "recipe": recipe,
+        "recipe_name": job.recipe.name,
+        "commit": metrics.commit(),
+        "versions": metrics.versions(),
+        "device": metrics.device_name(world.device),
+        "hardware": metrics.hardware(world.device, world.host_cores, len(set(world.host_of)) or 1),
+        "precision": job.precision.name,
+        "cores_per_rank": world.cores,
+        "threads": torch.get_num_threads(),
+        "decoder_in_c": str(choose_native()),
+        "loader_threads": job.train_loader.options.num_threads(),
+        "world_size": world.world_size,
+        "global_batch_size": job.recipe.train.batch_size,
+        "train_samples": job.train_loader.num_samples,
+        "val_samples": job.val_loader.num_samples,
+        "num_classes": job.train_loader.num_classes,
+        "data_sets": _data_sets(job),
+        "num_parameters": sum(parameter.numel() for parameter in job.module.parameters()),
+        "peak_lr": job.peak_lr,
+        "mlperf": mlperf.read_labels(os.environ, recipe),
+        "elapsed_s": job.clock.elapsed_s,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+    }
 
 
 def _data_sets(job: Job) -> list[str]:
@@ -105,8 +104,8 @@ def describe_ranks(job: Job) -> list[dict[str, Any]] | None:
     """Return where each rank's time went, and the most memory that it had, on the first rank; all must call this."""
     world, time_s = job.world, job.clock.total()
     host = world.host_of[world.rank] if world.host_of else socket.gethostname()
-    mine = {"rank": world.rank, "host": host, "wait_share": wait_share(time_s), **metrics.memory_bytes(world.device)}
-    return gather(world, mine | {"time_s": time_s})
+    own = {"rank": world.rank, "host": host, "wait_share": wait_share(time_s), **metrics.memory_bytes(world.device)}
+    return gather(world, own | {"time_s": time_s})
 
 
 def write_end(
@@ -198,7 +197,7 @@ def tell_of_preconditioner(job: Job, state: State) -> None:
             logger.info("%s", line)
 
 
-def write_report(out: Path) -> Path | None:
+def report_run(out: Path) -> Path | None:
     """Write the run's report; return its path. A failure is only logged: training has succeeded all the same."""
     try:
         from ..reporting import page  # it takes a while to load

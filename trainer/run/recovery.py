@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,18 +13,18 @@ from torch import Tensor
 from datapipe.console import format_count, format_some
 from datapipe.dataset.index import read_keys
 from datapipe.errors import ManifestError
+from datapipe.loaders import Batch
 
-from ..checkpoints.file import NAME as CHECKPOINT
-from ..checkpoints.file import set_aside
+from ..checkpoints.file import CHECKPOINT, set_aside
 from ..errors import BadStep, DivergedError
 from ..ranks.world import broadcast, gather, together
-from .job import Job, read_losses
+from .job import Job
 from .resume import read_checkpoint, restore, save
 from .state import State
 
 logger = logging.getLogger(__name__)
 
-SHOWN_KEYS = 8  # of a batch, in messages; metrics.jsonl has all
+_SHOWN_KEYS = 8  # of a batch, in messages; metrics.jsonl has all
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def _tell(job: Job, bad_step: BadStep, message: str) -> None:
             host,
             loss,
             images,
-            format_some(keys, SHOWN_KEYS),
+            format_some(keys, _SHOWN_KEYS),
         )
         job.metrics.write("diverged", step=bad_step.number, rank=rank, host=host, loss=loss, keys=keys)
 
@@ -81,37 +81,28 @@ def _count(job: Job, state: State, error: DivergedError) -> None:
 
 
 class Skipper:
-    """Undoes what the forward and the backward pass of a step did that is then left out.
+    """Updates the parameters after a step; if its loss diverges, undoes what the step did before.
 
     Args:
         job: The run.
+        update: Function that updates the parameters.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._buffers: list[Tensor] = []
+    def __init__(self, job: Job, update: Callable[[Job, State, Batch, Tensor, bool], None]) -> None:
+        self._update = update
+        self._keep_buffers(job)
 
-    def begin(self) -> None:
-        """Keep what a forward pass changes: running statistics."""
-        self._buffers = [buffer.clone() for buffer in self._job.module.buffers()]
+    def _keep_buffers(self, job: Job) -> None:
+        """Keep what the next forward pass changes: running statistics."""
+        self._buffers = [buffer.clone() for buffer in job.module.buffers()]
 
-    def accepts(self, state: State, loss: Tensor, samples: Tensor, answers: Sequence[Tensor]) -> bool:
-        """Return whether the parameters are to be updated; all ranks return the same.
-
-        Args:
-            state: The run's progress, to which the loss is added.
-            loss: Loss of this step on this rank, a scalar.
-            samples: Numbers of its samples in the data set, int64[B].
-            answers: Right answers and images of each part of the batch, see `Losses.add`.
-
-        Raises:
-            DivergedError: No more steps may be skipped.
-        """
-        job = self._job
-        state.losses.add(loss, samples, answers, self._has_finite_gradients())
+    def __call__(self, job: Job, state: State, batch: Batch, loss: Tensor, is_long: bool) -> None:
+        """Do `update`, or leave it out; all ranks do the same. Raises DivergedError if no more may be left out."""
+        step = state.step + 1
+        job.world.watch.doing(f"update of step {step}", is_long)
         try:
             with naming_samples(job):
-                read_losses(job, state)
+                state.losses.read(job.world, step, _has_finite_gradients(job))
         except DivergedError as error:
             _count(job, state, error)
             with torch.no_grad():
@@ -121,17 +112,19 @@ class Skipper:
                 job.preconditioner.discard()
             job.optimizer.zero_grad(set_to_none=True)
             if job.world.is_main:
-                logger.warning("step %d is skipped: its parameters stay", state.step)
-            job.metrics.write("skip", step=state.step)
-            return False
-        return True
+                logger.warning("step %d is skipped: its parameters stay", step)
+            job.metrics.write("skip", step=step)
+        else:
+            self._update(job, state, batch, loss, is_long)
+            self._keep_buffers(job)
 
-    def _has_finite_gradients(self) -> bool:
-        """Return whether they are finite; with loss scaling, which looks at them itself, always True."""
-        if self._job.scaler.is_enabled():
-            return True
-        gradients = [parameter.grad for parameter in self._job.module.parameters() if parameter.grad is not None]
-        return bool(torch.nn.utils.get_total_norm(gradients, norm_type=math.inf).isfinite())
+
+def _has_finite_gradients(job: Job) -> bool:
+    """Return whether they are finite; with loss scaling, which looks at them itself, always True."""
+    if job.scaler.is_enabled():
+        return True
+    gradients = [parameter.grad for parameter in job.module.parameters() if parameter.grad is not None]
+    return bool(torch.nn.utils.get_total_norm(gradients, norm_type=math.inf).isfinite())
 
 
 def roll_back(job: Job, state: State, error: DivergedError) -> None:

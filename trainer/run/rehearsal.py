@@ -34,16 +34,15 @@ def rehearse(job: Job) -> None:
     order, so that a resumed run computes with the same kernels. If a rank cannot compile it, no rank does.
     """
     if job.world.world_size > 1:  # first: with a static graph, DDP must not have seen a pass that sends nothing
-        compiled, job.module._compiled_call_impl = job.module._compiled_call_impl, None
         _pass(job, _black(job, 2, job.train_loader.size))  # BN needs 2
-        job.module._compiled_call_impl = compiled
     if job.recipe.train.compile:
+        job.module.compile(mode=job.recipe.train.compile_mode)  # in place, so that parameters keep their names
         with job.clock.section("compile"):
             _compile(job)
 
 
 def _compile(job: Job) -> None:
-    """Compile the network, or undo it on all ranks. No gradient is sent, as a rank that fails would leave others alone.
+    """Compile all passes, or none on any rank. No gradient is sent, as a rank that fails would leave others alone.
 
     DDP is there nonetheless, so that the compiler knows where to cut the graph to send gradients early.
     """
@@ -63,7 +62,7 @@ def _compile(job: Job) -> None:
         # After each pass: K-FAC's statistics are sent in it, also by a rank that fails, but not in the next.
         failures = [text for text in gather_everywhere(job.world, failure) if text is not None]
         if failures:
-            job.module._compiled_call_impl = None  # what `compile` has set
+            job.module._compiled_call_impl = None  # as `compile` has set it; torch has no other way back
             if job.world.is_main:
                 logger.warning("train.compile: not compiled, which is slower, as it failed. %s", failures[0])
             return

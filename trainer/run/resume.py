@@ -11,20 +11,27 @@ import torch
 
 from datapipe.errors import SettingError
 
-from ..checkpoints.file import BEST, keep_as, list_checkpoints, load_checkpoint, restore_random, save_checkpoint
-from ..checkpoints.file import NAME as CHECKPOINT
+from ..checkpoints.file import (
+    BEST,
+    CHECKPOINT,
+    keep_as,
+    list_checkpoints,
+    load_checkpoint,
+    restore_random,
+    save_checkpoint,
+)
 from ..config.recipe import Recipe, check_resumable, parse
 from ..errors import CheckpointError, TrainingError
 from ..ranks.world import averaged_buffers, gather, set_buffers, together
 from ..reporting.metrics import digest_before
 from ..reporting.runlog import NAME as METRICS
-from .job import Job, check_finite, is_finite, read_losses
+from .job import Job, check_finite, is_finite
 from .state import State
 
 logger = logging.getLogger(__name__)
 
 # Errors that loading a state raises where something is missing, or has another shape.
-UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def save(job: Job, state: State, may_fail: bool = False, is_best: bool = False) -> None:
@@ -42,7 +49,7 @@ def save(job: Job, state: State, may_fail: bool = False, is_best: bool = False) 
         OSError: The first rank could not write; the others raise TrainingError.
     """
     job.world.watch.doing(f"writing the checkpoint of step {state.step}", is_long=True)
-    read_losses(job, state)
+    state.losses.read(job.world, state.step)
     job.clock.drain()
     with job.clock.section("checkpoint"), averaged_buffers(job.module, job.world) as own_buffers:
         check_finite(job, state)  # the loss that was read is that of the parameters before their last update
@@ -57,14 +64,11 @@ def save(job: Job, state: State, may_fail: bool = False, is_best: bool = False) 
                     _write(job, content, is_best, must_arrive=not may_fail)
         except (OSError, TrainingError) as error:
             state.saved_at, state.failed_saves = time.monotonic(), state.failed_saves + 1
-            if not may_fail or state.failed_saves > job.recipe.train.failed_checkpoints:
-                if job.world.is_main:
-                    logger.error(
-                        "without the checkpoint of step %d the run ends: %s", state.step, _why_it_ends(job, state)
-                    )
-                raise
+            ends = not may_fail or state.failed_saves > job.recipe.train.failed_checkpoints
             if job.world.is_main:
-                logger.error("no checkpoint of step %d: %s. %s", state.step, error, _what_stays(job, state))
+                logger.error("%s", _describe_failure(job, state, error, ends))
+            if ends:
+                raise
             return
     state.saved, state.saved_at, state.failed_saves = (state.epoch, state.step), time.monotonic(), 0
 
@@ -95,21 +99,17 @@ def _keep_best(path: Path, job: Job) -> None:
         logger.error("%s", error)
 
 
-def _what_stays(job: Job, state: State) -> str:
-    allowed = job.recipe.train.failed_checkpoints
-    return f"{_kept(state)}; training continues ({state.failed_saves} of {allowed} failures in a row that are allowed)"
-
-
-def _why_it_ends(job: Job, state: State) -> str:
-    allowed = job.recipe.train.failed_checkpoints
-    if state.failed_saves <= allowed:
-        return f"it is the last one, which must be written; {_kept(state)}"
-    failures = f"failure {state.failed_saves} in a row; given up after {allowed}, as train.failed_checkpoints says"
-    return f"{failures}; {_kept(state)}"
-
-
-def _kept(state: State) -> str:
-    return "there is none yet" if state.saved is None else f"that of step {state.saved[1]} stays"
+def _describe_failure(job: Job, state: State, error: Exception, ends: bool) -> str:
+    """Return what it means for a run, which ends or not, that its checkpoint could not be written."""
+    failures, allowed = state.failed_saves, job.recipe.train.failed_checkpoints
+    kept = "there is none yet" if state.saved is None else f"that of step {state.saved[1]} stays"
+    if not ends:
+        continues = f"training continues ({failures} of {allowed} failures in a row that are allowed)"
+        return f"no checkpoint of step {state.step}: {error}. {kept}; {continues}"
+    why = "it is the last one, which must be written"
+    if failures > allowed:
+        why = f"failure {failures} in a row; given up after {allowed}, as train.failed_checkpoints says"
+    return f"without the checkpoint of step {state.step} the run ends: {why}; {kept}"
 
 
 def _on_cpu(value: object) -> object:
@@ -230,7 +230,7 @@ def restore(job: Job, state: State, content: dict[str, Any], is_resumed: bool = 
         metrics_bytes = content["metrics_bytes"]
     except SettingError:
         raise
-    except UNFIT as error:
+    except _UNFIT as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise CheckpointError(f"cannot be continued from: {reason}", path=content["path"]) from error
     if not is_finite(job.module):

@@ -6,32 +6,25 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from datapipe.checks import check_apart
 from datapipe.cluster import rank_placement
 from datapipe.console import NO_ROOM
 from datapipe.errors import SettingError
-from datapipe.fsio import make_folder
-from datapipe.staging import StageOptions, stage
 
-from ..checkpoints.file import NAME as CHECKPOINT
-from ..checkpoints.file import set_aside
+from ..checkpoints.file import CHECKPOINT, set_aside
 from ..checkpoints.local import local_folder, open_local
 from ..config.recipe import Recipe
 from ..errors import DivergedError, TrainingError
 from ..optim.schedules import OneCycleSchedule
-from ..ranks.connection import connected, ended_by_signals
-from ..ranks.consistency import check_start
-from ..ranks.device import set_threads
+from ..ranks.connection import ended_by_signals
 from ..ranks.heartbeat import RANK_TIMEOUT_S
-from ..ranks.limits import warn_if_short
-from ..ranks.memory import keep_freed_memory
+from ..ranks.limits import RESERVE_S, warn_if_short
 from ..ranks.stop import SIGNALS, StopSignal, signal_of
 from ..ranks.world import World, broadcast, together
 from ..reporting.loggers import LoggerFactory, find_loggers
@@ -40,11 +33,10 @@ from ..reporting.runlog import NAME as METRICS
 from ..reporting.runlog import read_lines
 from ..reporting.summary import summary
 from ..reporting.timing import Clock
-from ..step.precision import choose_precision
-from .job import Job, open_job
+from .job import Job, make_run_folder, open_job, open_world
 from .loop import train
 from .owner import own
-from .record import describe_ranks, print_result, write_end, write_report, write_start
+from .record import describe_ranks, print_result, report_run, write_end, write_start
 from .rehearsal import rehearse
 from .resume import read_checkpoint, restore
 from .state import Losses, State
@@ -106,28 +98,15 @@ def run(recipe: Recipe, data: Path, out: Path, options: RunOptions = RunOptions(
     clock = Clock()
     loggers = find_loggers(options.log)
     read_labels(os.environ, recipe.model_dump(mode="json"))
-    check_apart("--out", out, "--data", data)
-    if options.local is not None:
-        check_apart("--out", out, "--stage", options.local)
-    place = rank_placement(os.environ)
-    World(world_size=place.world_size).batch_size(recipe.train.batch_size)
-    if options.local is not None:
-        with clock.section("staging"):
-            stage(data, options.local, StageOptions(placement=place))
-    staged = options.local is not None
-    connection = connected(place, options.device, options.rank_timeout_s, out, after_staging=staged)
-    with connection as world, _advising(out, options.resume):
-        set_threads(world)
-        if world.device.type == "cpu":
-            keep_freed_memory()
-        clock.use(world.device)
+    opened = open_world(recipe, data, out, clock, options.device, options.local, options.rank_timeout_s)
+    with opened as world, _advising(out, options.resume):
         world.watch.run = out
         stop = StopSignal(world, options.stop_signals, options.ends_at)
         if world.is_main:
             warn_if_short(options.ends_at, time.time())
         end = _run(recipe, options.local or data, out, options, world, clock, stop, loggers)
     if world.is_main:
-        report = None if end["status"] == "interrupted" else write_report(out)
+        report = None if end["status"] == "interrupted" else report_run(out)
         print(summary(end, recipe.train.target_accuracy, report, out, recipe.published), flush=True)
     if stop.number and end["status"] == "interrupted":
         return stop.exit_code
@@ -161,12 +140,10 @@ def _run(
     loggers: Mapping[str, LoggerFactory],
 ) -> dict[str, Any]:
     """Train; return the "end" line. The job is closed here, while the ranks are still connected."""
-    precision = choose_precision(recipe.train.precision, world.device)
     with ExitStack() as stack:
-        with ended_by_signals() if world.world_size > 1 else nullcontext():  # Python's handlers wait for other ranks
+        with ended_by_signals(world.world_size):
             checkpoint = _open_run(recipe, out, options, world, stack)
-            job = open_job(recipe, data, out, world, precision, clock, stack)
-            check_start(world, job.module)
+            job = open_job(recipe, data, out, world, clock, stack)
             rehearse(job)
             clock.end_start()
             world.watch.doing("beginning, or continuing, the run", is_long=True)
@@ -192,8 +169,10 @@ def _run(
             write_start(job, state, resumed=checkpoint is not None)
             with together(world):
                 if options.local_checkpoints is not None and world.is_main:
-                    local = open_local(options.local_checkpoints, out, recipe.train.keep_checkpoints, checkpoint)
-                    job = replace(job, local=stack.enter_context(local))
+                    opened = open_local(options.local_checkpoints, out, recipe.train.keep_checkpoints, checkpoint)
+                    local = stack.enter_context(opened)
+                    stop.reserve_s = lambda: RESERVE_S + 2 * local.longest_copy_s  # one may be under way
+                    job = replace(job, local=local)
                     stack.callback(world.watch.stop)  # other ranks, which fail as well, need not wait for copies
         with stop:
             return _train_and_record(job, state, stop)
@@ -223,7 +202,8 @@ def _open_run(recipe: Recipe, out: Path, options: RunOptions, world: World, stac
     checkpoint = None
     with together(world), world.watch.at(out) if world.is_main else nullcontext():
         if world.is_main:
-            _take(out, world, stack)
+            make_run_folder(out, stack)
+            stack.enter_context(own(out, rank_placement(os.environ).job, world.watch.end))
             if _is_begun(out) and not options.resume:
                 raise SettingError(f"--out {out}: holds a run; use --resume to continue it, or another folder")
             local = options.local_checkpoints and local_folder(options.local_checkpoints, out)
@@ -231,23 +211,6 @@ def _open_run(recipe: Recipe, out: Path, options: RunOptions, world: World, stac
             if options.resume and checkpoint is None:
                 logger.info("nothing to resume in %s: it has no checkpoint; starting from the beginning", out)
     return broadcast(world, checkpoint)
-
-
-def _take(out: Path, world: World, stack: ExitStack) -> None:
-    """Make the folder of the run and own it. If it is new and still empty when `stack` closes, it is removed."""
-    if out.exists() and not out.is_dir():
-        raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
-    is_new = not out.exists()
-    make_folder(out)
-    if is_new:
-        stack.callback(remove_if_empty, out)
-    stack.enter_context(own(out, rank_placement(os.environ).job, world.watch.end))
-
-
-def remove_if_empty(folder: Path) -> None:
-    """Remove a folder, unless something is in it."""
-    with suppress(OSError):
-        folder.rmdir()
 
 
 def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from torch import Tensor
 from ..errors import BadStep, DivergedError
 from ..ranks.world import World, sum_over_ranks
 
-RECENT_STEPS = 100  # whose median loss a spike is compared with
-FEWEST_RECENT = 20  # before which nothing is a spike
-LEAST_USUAL = 1e-3  # a median below that counts as that: where nearly all is learnt, a single image is a multiple
-MOST_PENDING = 1000  # losses on the device
+_RECENT_STEPS = 100  # whose median loss a spike is compared with
+_FEWEST_RECENT = 20  # before which nothing is a spike
+_LEAST_USUAL = 1e-3  # a median below that counts as that: where nearly all is learnt, a single image is a multiple
+_MOST_PENDING = 1000  # losses on the device
 
 
 class Losses:
@@ -37,15 +37,13 @@ class Losses:
                 spikes are not looked for.
         """
         self._spike_factor = spike_factor
-        self._pending: list[tuple[Tensor, Tensor, Sequence[Tensor], bool]] = []  # what `add` was given
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._pending: list[tuple[Tensor, Tensor, Sequence[Tensor]]] = []  # what `add` was given
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._line: list[float] = [0.0, 0]  # sum and number of steps
         self._epoch: list[float] = [0.0, 0]
-        self._answers: list[float] = [0.0, 0.0]  # right ones, and images, of the epoch
+        self._answers: list[float] = [0.0, 0]  # right ones, and images, of the epoch
 
-    def add(
-        self, loss: Tensor, samples: Tensor, answers: Sequence[Tensor] = (), has_finite_gradients: bool = True
-    ) -> None:
+    def add(self, loss: Tensor, samples: Tensor, answers: Sequence[Tensor] = ()) -> None:
         """Add a step.
 
         Args:
@@ -53,21 +51,21 @@ class Losses:
             samples: Numbers of its samples, int64[B].
             answers: Number of images that were classified correctly, and number of images, int64[2], for each part of
                 its batch; none if they are not known.
-            has_finite_gradients: Whether the gradients are known to be finite, or nothing is known of them.
         """
-        self._pending.append((loss.detach(), samples, answers, has_finite_gradients))
+        self._pending.append((loss.detach(), samples, answers))
 
     @property
     def is_full(self) -> bool:
         """Return whether it is time to `read`: each loss takes memory on the device."""
-        return len(self._pending) >= MOST_PENDING
+        return len(self._pending) >= _MOST_PENDING
 
-    def read(self, world: World, step: int) -> None:
+    def read(self, world: World, step: int, has_finite_gradients: bool = True) -> None:
         """Wait for the device and average over the ranks, which must all call this at the same step.
 
         Args:
             world: This process's place among the ranks.
             step: Number of the last step that was added.
+            has_finite_gradients: Whether its gradients are finite, or not known.
 
         Raises:
             DivergedError: A loss is not finite, or a spike; on all ranks.
@@ -75,51 +73,44 @@ class Losses:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        own = torch.stack([loss for loss, *_ in pending]).tolist()  # waits once for the device
-        answers = _sum_of_each([parts for _, _, parts, _ in pending])
-        sent = [loss if is_finite else math.nan for loss, (*_, is_finite) in zip(own, pending, strict=True)]
+        own = torch.stack([loss for loss, _, _ in pending]).tolist()  # waits once for the device
+        answers = _sum_of_each([parts for _, _, parts in pending])
+        sent = own if has_finite_gradients else [*own[:-1], math.nan]
         totals = sum_over_ranks(world, sent + answers)
-        rights, counts = totals[len(sent) :: 2], totals[len(sent) + 1 :: 2]
-        steps = zip(totals[: len(sent)], rights, counts, own, pending, strict=True)
+        rights, counts = totals[len(own) :: 2], totals[len(own) + 1 :: 2]
+        steps = zip(totals[: len(own)], rights, counts, own, pending, strict=True)
         first_step = step - len(pending) + 1
-        for number, (total, right, count, loss, (_, samples, _, is_finite)) in enumerate(steps, first_step):
+        for number, (total, right, count, loss, (_, samples, _)) in enumerate(steps, first_step):
             mean = total / world.world_size
             problem = self._find_problem(mean)
             if problem:
-                what = "the loss" if is_finite else "the loss or its gradients"
+                what = "the loss" if has_finite_gradients or number < step else "the loss or its gradients"
                 raise DivergedError(f"{what} {problem} at step {number}", BadStep(number, loss, samples.tolist()))
             self._recent.append(mean)
-            for sums in (self._line, self._epoch):
-                sums[0] += mean
-                sums[1] += 1
-            self._answers = [self._answers[0] + right, self._answers[1] + count]
+            for sums, value, parts in ((self._line, mean, 1), (self._epoch, mean, 1), (self._answers, right, count)):
+                sums[0] += value
+                sums[1] += parts
 
     def _find_problem(self, mean: float) -> str:
         if not math.isfinite(mean):
             return f"became {mean}"
-        if self._spike_factor is not None and len(self._recent) >= FEWEST_RECENT:
-            times = mean / max(median(self._recent), LEAST_USUAL)
+        if self._spike_factor is not None and len(self._recent) >= _FEWEST_RECENT:
+            times = mean / max(median(self._recent), _LEAST_USUAL)
             if times > self._spike_factor:
                 return f"rose to {mean:.4g}, {times:.1f} times the median of the {len(self._recent)} steps before,"
         return ""
 
     def take_line(self) -> float:
         """Return the mean since the last call, for a log line; NaN where all steps were skipped."""
-        mean = self._line[0] / self._line[1] if self._line[1] else math.nan
-        self._line = [0.0, 0]
-        return mean
+        return _take_mean(self._line)
 
     def take_epoch(self) -> float:
         """Return the mean since the last call, for an epoch; NaN where all steps were skipped."""
-        mean = self._epoch[0] / self._epoch[1] if self._epoch[1] else math.nan
-        self._epoch = [0.0, 0]
-        return mean
+        return _take_mean(self._epoch)
 
     def take_accuracy(self) -> float:
         """Return the share of right answers since the last call, for an epoch; NaN where none is known."""
-        right, count = self._answers
-        self._answers = [0.0, 0.0]
-        return right / count if count else math.nan
+        return _take_mean(self._answers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it."""
@@ -132,7 +123,14 @@ class Losses:
         unknown = math.nan if state["epoch"][1] else 0.0  # of an epoch that has begun
         self._answers = list(state.get("answers", [unknown, unknown]))
         self._line, self._epoch = list(state["line"]), list(state["epoch"])
-        self._recent = deque(state.get("recent", []), RECENT_STEPS)
+        self._recent = deque(state.get("recent", []), _RECENT_STEPS)
+
+
+def _take_mean(sums: list[float]) -> float:
+    """Return a sum divided by its count, and set both to 0."""
+    total, count = sums
+    sums[:] = 0.0, 0
+    return total / count if count else math.nan
 
 
 def _sum_of_each(answers: Sequence[Sequence[Tensor]]) -> list[float]:
@@ -163,6 +161,8 @@ class State:
     """By which the schedule's learning rate is multiplied, since the run was rolled back."""
     recoveries: int = 0
     """How often a step was skipped, or the run rolled back."""
+    line_begun: tuple[int, float] = (0, 0.0)
+    """Steps, and seconds of training, at the last line of the metrics."""
 
     @property
     def accuracy(self) -> float | None:

@@ -48,22 +48,25 @@ def copied_bytes(cluster: Cluster, job: str) -> list[int]:
 
 
 def test_a_job_that_stages_and_trains(cluster, run, sample_dir):
-    """On two nodes, two ranks on each; submitted again, it finds its copies and its run. The summary is said last."""
+    """On two nodes; submitted again, it finds its copies and its run. The summary is said last."""
     pytest.importorskip("torch")
-    data, out = cluster.shared / "fashion", cluster.shared / "run"
+    from trainer.launching import Launch
+
+    out, local = cluster.shared / "run", cluster.folder / "local" / "fashion"
     run("datapipe", "pack", sample_dir, cluster.backing / "fashion", "--shard-mib", 1)
-    settings = ["--set", "train.epochs=1", "--set", "train.target_accuracy=none", "--set", "data.threads=1"]
-    script = ROOT / "tools/slurm/stage_and_train.sbatch"
-    local = cluster.folder / "local" / "fashion"
-    exported = f"--export=ALL,LOCAL={local},RANKS_PER_NODE=2"
-    line = ["-N2", exported, script, "fashion-mnist-resnet8", data, out, "--device", "cpu", *settings]
-    job = cluster.submit(*line, check=0)
-    log = cluster.logs(job)
-    assert "4 ranks" in log and "Traceback" not in log and "Exception raised" not in log, log
+    changes = "train.epochs=1", "train.target_accuracy=none", "data.threads=1"
+    script = Launch(
+        "fashion-mnist-resnet8", cluster.shared / "fashion", out, nodes=2, stage=local, changes=changes
+    ).write()
+    job = cluster.submit(script)
+    assert cluster.exit_code(job) == "0:0"
+    log = (out / f"slurm-{job}.log").read_text()
+    assert "2 ranks" in log and "Traceback" not in log and "Exception raised" not in log, log
     assert log.splitlines()[-1].startswith("report "), log
     assert (cluster.backing / "run" / "report.html").exists()
-    again = cluster.logs(cluster.submit(*line, check=0))
-    assert again.count("0.0 MiB read from DIR") == 4, again
+    again = cluster.submit(script)
+    assert cluster.exit_code(again) == "0:0"
+    assert (out / f"slurm-{again}.log").read_text().count("0.0 MiB read from DIR") == 4
 
 
 @pytest.fixture

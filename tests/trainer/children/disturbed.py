@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import sys
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from datapipe.loaders import Batch
 from trainer.cli import main
 from trainer.run import loop, objective, resume
 from trainer.run.job import Job
+from trainer.run.state import State
 
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT, "stop": signal.SIGSTOP}
 ERRORS = {"surprise": ZeroDivisionError("a surprise"), "second Ctrl-C": KeyboardInterrupt(), "exit": SystemExit(143)}
@@ -27,12 +29,12 @@ def disturb(what: str, chosen: int) -> None:
     real_update, real_loss = loop._update, objective.batch_loss
     left = [chosen]
 
-    def update(job: Job, step: int, lr: float, batch: Batch, loss: Tensor) -> None:
-        if step + 1 == chosen and what in SIGNALS:
+    def update(job: Job, state: State, *step: Any) -> None:
+        if state.step + 1 == chosen and what in SIGNALS:
             os.kill(os.getpid(), SIGNALS[what])
-        if step + 1 == chosen and what in ERRORS:
+        if state.step + 1 == chosen and what in ERRORS:
             raise ERRORS[what]
-        real_update(job, step, lr, batch, loss)
+        real_update(job, state, *step)
 
     def batch_loss(job: Job, batch: Batch, step: int, *answers: list[Tensor]) -> Tensor:
         loss = real_loss(job, batch, step, *answers)

@@ -7,5 +7,5 @@ from tests.processes import skip_report
 from trainer.cli import main
 
 if __name__ == "__main__":
-    trainer.run.run.write_report = skip_report
+    trainer.run.run.report_run = skip_report
     sys.exit(main())

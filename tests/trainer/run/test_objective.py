@@ -16,6 +16,7 @@ from trainer.config.recipe import load_recipe
 from trainer.ranks.world import World
 from trainer.run import loop, objective
 from trainer.run.job import build_network
+from trainer.run.state import Losses, State
 from trainer.step.ema import Average, EmaSettings
 from trainer.step.losses import LOSSES, begin_bias, per_sample_loss
 from trainer.step.mixing import MixedBatch, mix
@@ -291,13 +292,14 @@ def test_the_optimizers_gradients_are_clipped_as_a_whole(max_norm, monkeypatch):
     job = job_of(module, scaler=scaler, optimizer=SimpleNamespace(max_grad_norm=max_norm))
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     job.optimizer, job.preconditioner, job.adaptive_damping = optimizer, Tenfold(module), None
+    job.learning_rate = lambda step: 1.0
     job.recipe.kfac, job.steps_per_epoch, job.average = None, 1, SimpleNamespace(update=lambda step: None)
     before = [parameter.detach().double() for parameter in module.parameters()]
-    loss = objective.backward(job, batch, 0)
+    loss = objective.backward(job, state := State(Losses()), batch)
     gradients = [10 * parameter.grad.double() / 1024 for parameter in module.parameters()]
     norm = sum((gradient**2).sum() for gradient in gradients).sqrt()
     assert norm > 0.5
-    loop._update(job, 0, 1.0, batch, loss)
+    loop._update(job, state, batch, loss)
     for parameter, old, gradient in zip(module.parameters(), before, gradients, strict=True):
         expected = old - gradient * min(1.0, max_norm / norm.item())
         torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-4, atol=1e-6)
@@ -313,11 +315,11 @@ def test_the_gradients_of_parts_are_those_of_the_whole(count):
     module.register_forward_pre_hook(as_shares)
     batch.labels[6:] = module(images)[6:].argmax(1)  # right by chance, and not to be counted
     job = job_of(module, label_smoothing=0.1, accumulation_steps=count)
-    answers = []
-    loss = objective.backward(job, batch, 0, answers=answers)
+    loss = objective.backward(job, state := State(Losses()), batch)
     found = [parameter.grad.clone() for parameter in module.parameters()]
     logits = module(images)
     right = sum(logits[i].argmax() == batch.labels[i] for i in range(6))  # bad images are no answers
+    ((_, _, answers),) = state.losses._pending
     assert len(answers) == count and sum(answers).tolist() == [right, 6] and 0 < right < 6
     # The logits are rounded to float32, as in training.
     losses = nn.functional.cross_entropy(logits.float(), batch.labels, label_smoothing=0.1, reduction="none")
@@ -339,12 +341,14 @@ def test_the_whole_loss_is_of_the_parts_that_a_step_sees():
         parts, whole = (
             objective.whole_loss(job_of(module, mixup=0.4, accumulation_steps=count), batch, 0) for count in (2, 1)
         )
-    torch.testing.assert_close(objective.backward(job_of(module, mixup=0.4, accumulation_steps=2), batch, 0), parts)
+    job, state = job_of(module, mixup=0.4, accumulation_steps=2), State(Losses())
+    torch.testing.assert_close(objective.backward(job, state, batch), parts)
     assert abs(parts - whole) > 1e-3
     losses = []
     job = job_of(module, mixup=0.4, accumulation_steps=2, optimizer=SimpleNamespace(max_grad_norm=None))
     job.optimizer, job.preconditioner = torch.optim.SGD(module.parameters(), lr=0.0), None
     job.adaptive_damping = SimpleNamespace(end=lambda compute_loss: losses.append(compute_loss()))
     job.average = SimpleNamespace(update=lambda step: None)
-    loop._update(job, 0, 0.0, batch, parts)
+    job.learning_rate = lambda step: 0.0
+    loop._update(job, state, batch, parts)
     torch.testing.assert_close(losses[0], parts)  # after a step of no length

@@ -20,7 +20,7 @@ from datapipe.errors import SettingError
 from tests.processes import ProcessServer
 from tests.waiting import limit_s, wait_until
 from trainer.run import owner
-from trainer.run.owner import DEAD_S, NAME, own
+from trainer.run.owner import DEAD_S, NOTE, own
 
 CHILD = Path(__file__).parents[1] / "children" / "without_locks.py"
 ELSEWHERE = {"host": "elsewhere", "boot": "1", "namespace": "pid:[1]", "pid": 7, "started": "1"}
@@ -48,7 +48,7 @@ def owned(run: Path) -> Iterator[None]:
 
 def write_note(run: Path, **process: object) -> bytes:
     content = json.dumps({"process": ELSEWHERE | process, "job": "12", "began": time.time() - 7200}).encode()
-    (run / NAME).write_bytes(content)
+    (run / NOTE).write_bytes(content)
     return content
 
 
@@ -98,9 +98,9 @@ def test_the_run_of_an_owner_that_was_killed_is_taken_over_though_its_child_live
             os._exit(0)
     os.waitpid(killed, 0)
     try:
-        assert (tmp_path / NAME).exists()
+        assert (tmp_path / NOTE).exists()
         with owned(tmp_path):
-            assert json.loads((tmp_path / NAME).read_bytes())["process"]["pid"] == os.getpid()
+            assert json.loads((tmp_path / NOTE).read_bytes())["process"]["pid"] == os.getpid()
         assert pauses == ([] if has_locks else [owner.CONFIRM_S])
     finally:
         os.close(writing)
@@ -115,23 +115,23 @@ def test_an_owner_elsewhere_that_gives_a_sign_of_life_is_left_alone(
 
     def beat(_: float) -> None:
         if len(pauses) == 10:
-            os.utime(tmp_path / NAME)
+            os.utime(tmp_path / NOTE)
 
-    os.utime(tmp_path / NAME, (1, 1))
+    os.utime(tmp_path / NOTE, (1, 1))
     pauses = looks(beat)
     with (
         pytest.raises(SettingError, match="trains there: process 7 on elsewhere, job 12; it began 2:00:00 ago"),
         owned(tmp_path),
     ):
         pass
-    assert len(pauses) == 10 and (tmp_path / NAME).read_bytes() == note
+    assert len(pauses) == 10 and (tmp_path / NOTE).read_bytes() == note
 
 
 def test_an_owner_elsewhere_that_gives_none_has_lost_the_run(tmp_path: Path, has_locks: bool, looks: Callable) -> None:
     write_note(tmp_path)
     pauses = looks(lambda _: None)
     with owned(tmp_path):
-        assert json.loads((tmp_path / NAME).read_bytes())["job"] == "4711"
+        assert json.loads((tmp_path / NOTE).read_bytes())["job"] == "4711"
     assert sum(pauses) > DEAD_S
 
 
@@ -143,14 +143,14 @@ def test_of_two_that_take_over_at_once_the_last_one_has_the_run(
     looks(lambda seconds: seconds == owner.CONFIRM_S and write_note(tmp_path, pid=8))
     with pytest.raises(SettingError, match="process 8 on elsewhere"), owned(tmp_path):
         pass
-    assert (tmp_path / NAME).exists()
+    assert (tmp_path / NOTE).exists()
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (write_note, "process 7 on elsewhere, job 12 has taken over {run}"),
-        (lambda run: (run / NAME).unlink(), "{run}/.owner is gone: another process"),
+        (lambda run: (run / NOTE).unlink(), "{run}/.owner is gone: another process"),
     ],
     ids=["taken over", "removed"],
 )
@@ -160,8 +160,8 @@ def test_an_owner_that_was_cut_off_learns_that_the_run_is_not_its_own(
     monkeypatch.setattr(owner, "BEAT_S", 0.01)
     reasons: list[str] = []
     with own(tmp_path, "4711", reasons.append):
-        touched = (tmp_path / NAME).stat().st_mtime_ns
-        wait_until(lambda: (tmp_path / NAME).stat().st_mtime_ns > touched)
+        touched = (tmp_path / NOTE).stat().st_mtime_ns
+        wait_until(lambda: (tmp_path / NOTE).stat().st_mtime_ns > touched)
         (thread,) = (thread for thread in threading.enumerate() if thread.name == "trainer-owner")
         change(tmp_path)
         thread.join(limit_s())
@@ -185,7 +185,7 @@ def test_a_run_that_was_taken_over_from_a_suspended_owner_is_trained_once(
     assert refused.returncode == 2 and f"another process trains there: process {first.pid} on node0" in refused.stderr
     first.send_signal(signal.SIGSTOP)
     second = server.start(CHILD, *words, "train.epochs=1000", host="node1")
-    wait_until(lambda: str(second.pid) in (run / NAME).read_text(), second)
+    wait_until(lambda: str(second.pid) in (run / NOTE).read_text(), second)
     first.send_signal(signal.SIGCONT)
     errors = first.communicate(timeout=limit_s())[1]
     assert first.returncode == 1
@@ -193,4 +193,4 @@ def test_a_run_that_was_taken_over_from_a_suspended_owner_is_trained_once(
     second.terminate()
     said = second.communicate(timeout=limit_s())
     assert second.returncode == 128 + signal.SIGTERM, said
-    assert not (run / NAME).exists()
+    assert not (run / NOTE).exists()

@@ -15,6 +15,7 @@ from PIL import Image
 
 import trainer.reporting.page
 import trainer.reporting.timing
+import trainer.run.job
 import trainer.run.loading
 import trainer.run.loop
 import trainer.run.run
@@ -90,7 +91,7 @@ def test_target_reached(go, tmp_path, metrics, capsys):
 
 def test_the_clock_starts_before_the_data_is_touched(packed, recipe_file, tmp_path, metrics, monkeypatch, capsys):
     """It advances by 100 s as the data is staged, and as each split is opened."""
-    real_stage, real_open, slow_s, passed = trainer.run.run.stage, trainer.run.loading.open_loader, 100, []
+    real_stage, real_open, slow_s, passed = trainer.run.job.stage, trainer.run.loading.open_loader, 100, []
 
     def slow_stage(*arguments):
         passed.append(slow_s)
@@ -103,7 +104,7 @@ def test_the_clock_starts_before_the_data_is_touched(packed, recipe_file, tmp_pa
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + sum(passed))
     monkeypatch.setattr(trainer.reporting.timing, "time", clock)
 
-    monkeypatch.setattr(trainer.run.run, "stage", slow_stage)
+    monkeypatch.setattr(trainer.run.job, "stage", slow_stage)
     monkeypatch.setattr(trainer.run.loading, "open_loader", slow_open)
     recipe = load_recipe(str(recipe_file), ["train.target_accuracy=0.01", "train.log_every=5"])
     assert run(recipe, packed, tmp_path / "run", RunOptions(local=tmp_path / "local")) == 0
