@@ -120,9 +120,9 @@ def plain(folder: Path, direct: bool) -> dict[str, float]:
     return {"mb_per_s": done / 1e6 / (time.perf_counter() - began)}
 
 
-def long_index(folder: Path, count: int, name: str = "long-index") -> Path:
+def long_index(folder: Path, count: int) -> Path:
     """A data set whose index names the same samples again and again."""
-    target = WORK / f"{name}-{count}"
+    target = WORK / f"long-index-{count}"
     if not (target / "manifest.json").exists():
         target.mkdir(parents=True, exist_ok=True)
         manifest = Manifest.read(folder)

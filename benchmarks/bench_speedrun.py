@@ -28,7 +28,7 @@ from benchmarks.measure import RESULTS, WORK, command_line, environment, process
 from trainer.config.recipe import load_recipe
 from trainer.measuring.runs import settings_alike
 from trainer.measuring.statistics import describe, mean_ratio
-from trainer.measuring.tables import plain
+from trainer.reporting.runlog import finite
 
 TARGET = 0.92
 TRIAL_SEED = 1000
@@ -135,11 +135,11 @@ def summarise(runs_of: dict[str, list[dict]], over: str) -> dict[str, dict]:
             "changes": its[0]["changes"],
             "seeds": len(its),
             "reached": len(reached),
-            "time_to_target_s": plain(vars(describe(times))),
-            "cpu_s": plain(vars(describe([run["process_cpu_s"] for run in reached]))),
-            "epochs": plain(vars(describe([run["trained_epochs"] for run in reached]))),
-            "best_accuracy": plain(vars(describe([run["best_accuracy"] for run in its]))),
-            "ratio": plain(vars(mean_ratio(base, times))),
+            "time_to_target_s": finite(vars(describe(times))),
+            "cpu_s": finite(vars(describe([run["process_cpu_s"] for run in reached]))),
+            "epochs": finite(vars(describe([run["trained_epochs"] for run in reached]))),
+            "best_accuracy": finite(vars(describe([run["best_accuracy"] for run in its]))),
+            "ratio": finite(vars(mean_ratio(base, times))),
         }
     return by_variant
 

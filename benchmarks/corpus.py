@@ -94,6 +94,15 @@ def drawn(folder: Path, count: int, val_count: int = 0) -> Path:
     return folder
 
 
+def pictures(count: int, val_count: int = 0) -> Path:
+    """Folder of `photographs`, or of what `drawn` draws where these cannot be had."""
+    try:
+        return photographs(count, val_count)
+    except SystemExit as error:
+        print(f"no photographs ({error}): drawing pictures", flush=True)
+    return drawn(WORK / (f"drawn-{count}" + (f"-{val_count}" if val_count else "")), count, val_count)
+
+
 def noise(count: int, size: int, channels: int, val_count: int) -> Path:
     """Packed data set of random images of one size, of ten classes, for what needs no picture."""
     folder = WORK / f"noise-{count}-{val_count}-{size}-{channels}"

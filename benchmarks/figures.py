@@ -11,14 +11,15 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.drawing import THEMES, Bar, Bars, Line, Lines, Plot, draw
+from benchmarks.measure import RESULTS, ROOT
 
-RESULTS = Path(__file__).parent / "results"
-OUT = Path(__file__).parents[1] / "docs" / "figures"
+OUT = ROOT / "docs" / "figures"
 
 
 def record(name: str) -> dict[str, Any]:
@@ -168,8 +169,9 @@ def kfac_damping() -> Plot:
     return Plot([panel], f"ResNet-8, Fashion-MNIST, one run; {machine(result['environment'])}")
 
 
-def optimizers(name: str, title: str, target: str = "0.91") -> Plot:
-    result = record(name)
+def optimizers(layers: int, batch: int, target: str = "0.91") -> Plot:
+    result = record(f"optimizers-resnet{layers}-{batch}")
+    title = f"ResNet-{layers}, batch of {batch:,}: to {100 * float(target):.0f} % of the test images"
     panels = []
     for unit, key in (("optimizer steps", "step"), ("seconds on one core", "wall_s")):
         bars = []
@@ -183,7 +185,7 @@ def optimizers(name: str, title: str, target: str = "0.91") -> Plot:
             spread = (None, None) if half is None else (mean - half, mean + half)
             note = f" ({count})" if reached["reached"] < reached["runs"] else ""
             bars.append(Bar(optimizer, mean, *spread, "FAC" in optimizer, note))
-        panels.append(Bars(f"{title}: to {100 * float(target):.0f} % of the test images", unit, bars, "less"))
+        panels.append(Bars(title, unit, bars, "less"))
     return Plot(panels, f"Mean and 95 % interval of {result['settings']['seeds']} seeds; "
                         f"{machine(result['environments'][-1])}")  # fmt: skip
 
@@ -294,26 +296,19 @@ FIGURES: dict[str, Callable[[], Plot]] = {
     "slice": slice_of_blocks,
     "pack": pack,
     "pack-slow": pack_slow,
+    "imagenet": imagenet,
+    "sharedfs": sharedfs,
+    "stage-local": stage_local,
+    "stage-nodes": stage_nodes,
     "stored": stored,
     "training": training,
     "spinning": spinning,
     "kfac-step": kfac_step,
     "kfac-solvers": kfac_solvers,
     "kfac-damping": kfac_damping,
-    "optimizers-resnet8-4096": lambda: optimizers("optimizers-resnet8-4096", "ResNet-8, batch of 4,096"),
-    "optimizers-resnet8-512": lambda: optimizers("optimizers-resnet8-512", "ResNet-8, batch of 512"),
-    "optimizers-resnet20-4096": lambda: optimizers("optimizers-resnet20-4096", "ResNet-20, batch of 4,096"),
-    "optimizers-resnet20-512": lambda: optimizers("optimizers-resnet20-512", "ResNet-20, batch of 512"),
-}
-# Drawn once their records are made.
-for name, plan, source in (
-    ("imagenet", imagenet, "imagenet"),
-    ("sharedfs", sharedfs, "sharedfs"),
-    ("stage-local", stage_local, "stage"),
-    ("stage-nodes", stage_nodes, "stage"),
-):
-    if (RESULTS / f"{source}.json").exists():
-        FIGURES[name] = plan
+    **{f"optimizers-resnet{layers}-{batch}": partial(optimizers, layers, batch) for layers in (8, 20)
+       for batch in (4096, 512)},
+}  # fmt: skip
 
 
 def by_value(bars: Iterable[Bar], rising: bool = False) -> list[Bar]:

@@ -150,6 +150,13 @@ class Child:
         return json.loads(answer)
 
 
+def open_answers() -> Callable[[object], None]:
+    """Return what answers in a process that `Child` has started; what its libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return lambda answer: print(json.dumps(answer), file=answers, flush=True)
+
+
 def out_folder(asked: Path | None, needed_bytes: int) -> Path:
     """Return where a benchmark writes: where it was asked to, else a RAM disk with room, else benchmarks/work."""
     if asked is None:

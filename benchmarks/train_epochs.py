@@ -7,8 +7,6 @@ WAY is one of WAYS; CORPUS holds the images as files, in `images`, and packed, i
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import WORK, timed
+from benchmarks.measure import WORK, open_answers, timed
 from benchmarks.reference_training import IN_MEMORY, Reference
 from datapipe.loaders import Loader
 from trainer.config.recipe import Recipe, load_recipe
@@ -35,12 +33,8 @@ from trainer.run.state import Losses, State
 OURS, OURS_SMALL, OURS_IN_MEMORY = "trainer", "trainer, stored at 160 pixels", "trainer, images in memory"
 OURS_WITHOUT_C = "trainer, nothing decoded in C"  # started with DATAPIPE_NATIVE=0
 REFERENCE, LAST, NETWORK = "reference loop", "reference loop, channels last", "network alone, channels last"
-FOLDERS = {
-    OURS: "tar",
-    OURS_WITHOUT_C: "tar",
-    OURS_SMALL: "short160",
-    OURS_IN_MEMORY: "tar",
-}  # which packed data set ours read
+# Which packed data set ours read.
+FOLDERS = {OURS: "tar", OURS_WITHOUT_C: "tar", OURS_SMALL: "short160", OURS_IN_MEMORY: "tar"}
 WAYS = (*FOLDERS, REFERENCE, LAST, NETWORK)
 
 
@@ -96,8 +90,7 @@ def main() -> int:
     way, corpus, name, threads, *changes = sys.argv[1:]
     recipe = load_recipe(name, changes)
     torch.set_num_threads(int(threads))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is not an answer
+    tell = open_answers()
     with ExitStack() as stack:
         if way in FOLDERS:
             ours = Ours(Path(corpus, FOLDERS[way]), recipe, way == OURS_IN_MEMORY, stack)
@@ -110,8 +103,7 @@ def main() -> int:
                     answer = {"images": loop.train()["images"]}
                 else:
                     answer = ours.evaluate() if line.strip() == "evaluate" else ours.train(int(line))
-            answers.write(json.dumps(answer | seconds) + "\n")
-            answers.flush()
+            tell(answer | seconds)
     return 0
 
 

@@ -160,10 +160,15 @@ def format_some(names: Sequence[str], most: int = 3) -> str:
 def printable(text: str) -> str:
     r"""Escape what a terminal would act on in a text that others wrote, such as a file's name.
 
+    A no-break space stays: it stands before per cent signs.
+
     >>> printable("a\x1b[2Jb.jpg")
     'a\\x1b[2Jb.jpg'
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c == "\N{NO-BREAK SPACE}" else c.encode("unicode_escape", "surrogatepass").decode()
+        for c in text
+    )
 
 
 def printable_lines(text: str) -> str:

@@ -104,7 +104,7 @@ PACKAGES = {
     "mpi4py": ["datapipe/jobgroup/mpi.py"],
     "simplejpeg": ["datapipe/images/codec.py"],
     "PIL": ["datapipe/images/codec.py"],
-    "matplotlib": ["trainer/reporting/", "trainer/measuring/scaling_plot.py"],
+    "matplotlib": ["trainer/reporting/", "trainer/measuring/scaling.py"],
     "pytorch_optimizer": [f"trainer/optim/{name}.py" for name in ("lamb", "lars", "muon", "soap")],
 }
 AT_TOP = {"torch", "simplejpeg", "PIL"}  # those that may be imported when a file is loaded, not only when it is used

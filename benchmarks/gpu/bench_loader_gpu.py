@@ -20,7 +20,7 @@ import torch
 from benchmarks import corpus
 from benchmarks.bench_loader import with_our_packs
 from benchmarks.gpu import hardware
-from benchmarks.measure import WORK, command_line, compare, environment, shown, table, timed, write_record
+from benchmarks.measure import command_line, compare, environment, shown, table, timed, write_record
 from benchmarks.peers import Task
 from datapipe.dataset import DataSet
 from datapipe.errors import DatapipeError
@@ -106,15 +106,6 @@ def measure(epoch: Epoch, number: int, device: torch.device) -> dict[str, float]
     return {"images": images, "wall_s": seconds["wall_s"], **rates}
 
 
-def pictures(count: int) -> Path:
-    """The photographs, or pictures drawn here, and what this project packs of them."""
-    try:
-        return with_our_packs(corpus.photographs(count), set(PACKS))
-    except SystemExit as error:
-        print(f"no photographs ({error}): drawing pictures", flush=True)
-    return with_our_packs(corpus.drawn(WORK / f"drawn-{count}", count), set(PACKS))
-
-
 def main() -> int:
     parser = command_line(__doc__, count=6000, rounds=5)
     parser.add_argument("--device", default="cuda", help="default: %(default)s; cpu writes no record")
@@ -124,7 +115,7 @@ def main() -> int:
         parser.error("no GPU here; --device cpu runs what needs none")
 
     described = environment()
-    folder = pictures(arguments.count)
+    folder = with_our_packs(corpus.pictures(arguments.count), set(PACKS))
     epochs, absent = {}, {}
     for name, opened in ways(folder, device).items():
         try:

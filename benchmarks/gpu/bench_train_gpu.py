@@ -48,11 +48,7 @@ FIGURES = ("images_per_s", "wait_share", "gpu_memory_gib", "compile_s")
 
 def folders(arguments: argparse.Namespace) -> dict[str, Path]:
     """What is trained on: packed random images of the input's size, and packed photographs, or pictures like them."""
-    try:
-        pictures = corpus.photographs(arguments.images, VAL_IMAGES)
-    except SystemExit as error:
-        print(f"no photographs ({error}): drawing pictures", flush=True)
-        pictures = corpus.drawn(WORK / f"drawn-{arguments.images}-{VAL_IMAGES}", arguments.images, VAL_IMAGES)
+    pictures = corpus.pictures(arguments.images, VAL_IMAGES)
     corpus.packed_as(pictures, "tar", PackOptions(shard_mib=256))
     return {"noise": corpus.noise(arguments.images, arguments.size, 3, VAL_IMAGES), "jpeg": pictures / "tar"}
 

@@ -8,12 +8,11 @@ that opening took, checks of what came, and the decoder (or null).
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.measure import timed
+from benchmarks.measure import open_answers, timed
 from benchmarks.peers import Task, describe_decoder, open_peer
 
 
@@ -43,15 +42,12 @@ def measure(batches: Iterable, task: Task) -> dict:
 
 def main() -> int:
     name, corpus, task = sys.argv[1], Path(sys.argv[2]), Task(**json.loads(sys.argv[3]))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is not an answer
+    tell = open_answers()
     decoder = describe_decoder(name)  # imports what there is to import
     with timed() as opening:
         epochs = open_peer(name, corpus, task)
     for line in sys.stdin:
-        answer = measure(epochs(int(line)), task) | {"open_s": opening["wall_s"], "decoder": decoder}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        tell(measure(epochs(int(line)), task) | {"open_s": opening["wall_s"], "decoder": decoder})
     return 0
 
 

@@ -38,7 +38,7 @@ def bright_or_dark() -> Iterator[None]:
 @pytest.fixture
 def trained(bright_or_dark: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """Return the trainings that benchmarks of optimizers do, from now on in this process; records are in tmp_path."""
-    from benchmarks import bench_kfac_defaults, bench_kfac_seconds, bench_optimizers, measure, optimizer_run
+    from benchmarks import bench_kfac_seconds, bench_optimizers, measure, optimizer_run
 
     runs: list[Run] = []
 
@@ -47,6 +47,6 @@ def trained(bright_or_dark: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return json.dumps(optimizer_run.train(runs[-1])), {}
 
     monkeypatch.setattr(bench_optimizers, "process", process)
-    for module in (bench_kfac_defaults, bench_kfac_seconds, bench_optimizers, measure):
+    for module in (bench_kfac_seconds, bench_optimizers, measure):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     return runs

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench_kfac, bench_kfac_damping, bench_kfac_solvers
+from benchmarks import bench_kfac
 from benchmarks.gpu import bench_kfac_gpu
 from benchmarks.kfac_costs import costs
 from benchmarks.peers.kfac_published import PublishedKFAC
@@ -62,35 +62,6 @@ def test_the_published_algorithm_is_what_it_says() -> None:
     expected *= min(1.0, (0.001 / (0.01 * (expected * raw).sum().item())) ** 0.5)
     weight, bias = (parameter.grad.double() for parameter in model.parameters())
     torch.testing.assert_close(torch.cat([weight.flatten(1), bias[:, None]], 1), expected, rtol=1e-3, atol=1e-6)
-
-
-def test_solvers_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    records = {}
-    monkeypatch.setattr(bench_kfac_solvers, "write_record", lambda name, record: records.setdefault(name, record))
-    monkeypatch.setattr(bench_kfac_solvers, "SIZES", (8,))
-    monkeypatch.setattr(bench_kfac_solvers, "STACKS", ((8, 2),))
-    monkeypatch.setattr(sys, "argv", ["bench", "--rounds", "1"])
-    assert bench_kfac_solvers.main() == 0
-    assert len(records["kfac-solvers"]["solvers"]) == 1 and len(records["kfac-solvers"]["stacks"]) == 2
-    json.dumps(records)
-    assert "cholesky, ms" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_one_step_by_damping(bright_or_dark: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    records = []
-    monkeypatch.setattr(bench_kfac_damping, "write_record", lambda name, record: records.append(record))
-    monkeypatch.setattr(bench_kfac_damping, "PART", 16)
-    monkeypatch.setattr(bench_kfac_damping, "DAMPINGS", (1e-3,))
-    monkeypatch.setattr(sys, "argv", ["bench", "--steps", "1", "--samples", "64"])
-    assert bench_kfac_damping.main() == 0
-    (record,) = records
-    assert [row["kind"] for row in record["found"]] == ["gradient", "kfac", "ekfac"]
-    for row in record["found"]:
-        assert min(step["loss"] for step in row["steps"]) < record["before"]["loss"]
-    layers = {size: ratios.keys() for size, ratios in record["traces"].items()}
-    assert layers["28 pixels"] == layers["14 pixels"] and len(layers["14 pixels"]) == 8
-    assert all(ratio > 0 for ratios in record["traces"].values() for ratio in ratios.values())
 
 
 def test_the_costs_in_the_documentation() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks import bench_imagenet, bench_pack_slow, testbed
+from benchmarks import bench_imagenet, testbed
 from benchmarks.bench_pack import Contest, chosen
 from benchmarks.peers.packing import PEERS_VENV, SECTIONS, STATUS, Packer, missing
 
@@ -79,14 +79,6 @@ def test_chosen_packers() -> None:
     }
     with pytest.raises(SystemExit, match="nobody"):
         chosen(["nobody"])
-
-
-def test_bare_reading_reads_every_file(photographs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, names = [], [str(path.relative_to(photographs)) for path in photographs.glob("*/*")]
-    real = bench_pack_slow.os.read
-    monkeypatch.setattr(bench_pack_slow.os, "read", lambda fd, size: read.append(real(fd, size)) or read[-1])
-    bench_pack_slow.read_bare(str(photographs), names)
-    assert sorted(filter(None, read)) == sorted((photographs / name).read_bytes() for name in names)
 
 
 def test_slow_filesystem_needs_the_testbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

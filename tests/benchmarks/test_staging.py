@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -14,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_sharedfs, bench_stage, corpus, figures, measure, stage_plans
+from benchmarks import bench_sharedfs, bench_stage, corpus, figures, measure, stage_plans, tables
 from benchmarks.testbed import TESTBED
 from datapipe.packing import PackOptions, pack
 
-ROOT = Path(__file__).parents[2]
 needs_testbed = [
     pytest.mark.testbed,
     pytest.mark.skipif(not TESTBED.exists(), reason="there is no testbed beside the checkout"),
@@ -54,19 +52,6 @@ def results(tmp_path: Path, photographs: Path, monkeypatch: pytest.MonkeyPatch) 
     signal.signal(signal.SIGTERM, before)
 
 
-def generated(name: str, record: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a table of docs/generate.py, made of a record."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "generate", module)
-    spec.loader.exec_module(module)
-    path = {"sharedfs_table": "SHAREDFS"}.get(name, "STAGE")
-    monkeypatch.setattr(module, path, record.with_name("none.json"))
-    assert "not recorded yet" in getattr(module, name)()
-    monkeypatch.setattr(module, path, record)
-    return getattr(module, name)()
-
-
 @with_marks(pytest.mark.slow, *needs_testbed)
 def test_training_from_a_slow_filesystem(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each way reads is what its kind must read."""
@@ -96,7 +81,7 @@ def test_training_from_a_slow_filesystem(results: Path, monkeypatch: pytest.Monk
     assert record["prepared"]["datapipe pack"]["metadata_calls"] >= 2 * 40
     assert record["ratios"][bench_sharedfs.BLOCKS].keys() == {"first", "later"}
     assert ">datapipe, staged<" in figures.draw(figures.sharedfs(), "light")
-    assert "| datapipe, staged |" in generated("sharedfs_table", results / "sharedfs.json", monkeypatch)
+    assert "| datapipe, staged |" in "\n".join(tables.sharedfs(record))
 
 
 @pytest.mark.slow
@@ -163,5 +148,5 @@ def test_staging_benchmark(results: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(record["scale"]["rows"]) == len(stage_plans.WAYS)
     for plot in (figures.stage_local(), figures.stage_nodes()):
         assert "datapipe stage" in figures.draw(plot, "dark")
-    assert "| 100,000 | exchange |" in generated("stage_scale_table", results / "stage.json", monkeypatch)
-    assert "| cp -r on each |" in generated("stage_nodes_table", results / "stage.json", monkeypatch)
+    assert "| 100,000 | exchange |" in "\n".join(tables.stage_scale(record))
+    assert "| cp -r on each |" in "\n".join(tables.stage_nodes(record))

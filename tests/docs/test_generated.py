@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import drawing, figures
+from benchmarks import drawing, figures, tables
 from benchmarks.bench_sharedfs import LOCAL
 
 ROOT = Path(__file__).parents[2]
@@ -43,17 +43,14 @@ def test_every_command_and_setting_is_in_the_reference(generate) -> None:
     assert re.search(r"^\| `train.epochs` \| [^|]+ \| whole number ≥ 1 \| required \|$", recipe, re.MULTILINE)
 
 
-def test_the_record_of_encoders_becomes_a_table(generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_of_encoders_becomes_a_table() -> None:
     row = {"cpu_s": {"median": 0.25, "min": 0.2, "max": 0.5}, "process_peak_bytes": {"median": 64e6}, "times_cpu": 2.5}
     record = {
         "environment": {"cpu": "some processor"},
         "settings": {"rounds": 5, "sizes": {"small": [20_000, 600]}},
         "results": {"tar, small": {"ours": row | {"times_cpu": 1.0}, "tarfile": row}},
     }
-    monkeypatch.setattr(generate, "ENCODERS", tmp_path / "encoders.json")
-    assert "not recorded yet" in generate.encoders_table()
-    (tmp_path / "encoders.json").write_text(json.dumps(record))
-    table = generate.encoders_table()
+    table = "\n".join(tables.encoders(record))
     assert "| tar, small | tarfile | 0.250 (0.200–0.500) | 2.50 | 64 |" in table
     assert "5 runs" in table and "20,000 images of 600 bytes" in table
 

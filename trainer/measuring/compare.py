@@ -8,20 +8,21 @@ from typing import Any
 
 from datapipe.console import format_count, printable
 
-from ..reporting.formatting import DASH, format_figure
-from .runs import Group, check_comparable, differences
+from ..reporting.formatting import format_figure
+from ..reporting.runlog import recipe_section
+from .runs import RunGroup, check_comparable, differences
 from .statistics import Estimate, describe, mean_difference, mean_ratio
-from .tables import format_interval, format_table, group_notes, group_values, plain, to_json
+from .tables import format_interval, format_table, group_notes, group_values, to_json
 
 # Figures that are compared by their ratio: how they are called and written, and the words for less and more.
-RATIOS = {
+_RATIOS = {
     "time_to_target_s": ("time to target, s", "{:,.1f}", "less", "more"),
     "elapsed_s": ("total time, s", "{:,.1f}", "less", "more"),
     "epochs_to_target": ("epochs to target", "{:,.2f}", "fewer", "more"),
     "images_per_s": ("images/s", "{:,.0f}", "fewer", "more"),
 }
 # Settings on which it depends what an accuracy means: those of evaluations.
-MEASURED_BY = (("train", "evaluate_mirrored"), ("train", "precise_bn_batches"), ("data", "eval_size"))
+_MEASURED_BY = (("train", "evaluate_mirrored"), ("train", "precise_bn_batches"), ("data", "eval_size"))
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Comparison:
     verdict: str
 
 
-def compare(a: Group, b: Group) -> list[Comparison]:
+def compare(a: RunGroup, b: RunGroup) -> list[Comparison]:
     """Compare two groups of runs, B with A.
 
     Ratios are of geometric means, with Welch's interval of the logarithms; the difference of accuracies is one of
@@ -57,7 +58,7 @@ def compare(a: Group, b: Group) -> list[Comparison]:
     """
     check_comparable({_name(side, group): group.outcomes for side, group in (("A", a), ("B", b))})
     rows = []
-    for key, (name, form, less, more) in RATIOS.items():
+    for key, (name, form, less, more) in _RATIOS.items():
         if key not in ("elapsed_s", "images_per_s") and not a.has_target:
             continue
         values = [[value for value in group.values(key) if value > 0] for group in (a, b)]
@@ -71,13 +72,15 @@ def compare(a: Group, b: Group) -> list[Comparison]:
     return [*rows, _row("accuracy", "{:.2%}", "accuracy", (a, b), difference, words)]
 
 
-def _name(side: str, group: Group) -> str:
+def _name(side: str, group: RunGroup) -> str:
     """Return what tells a group from the other; a single run's folder is named by the run anyway."""
     return side if [outcome.name for outcome in group.outcomes] == [group.name] else f"{side}, {group.name}"
 
 
-def _row(name: str, form: str, key: str, groups: tuple[Group, Group], estimate: Estimate, words: str) -> Comparison:
-    is_ratio = key in RATIOS
+def _row(
+    name: str, form: str, key: str, groups: tuple[RunGroup, RunGroup], estimate: Estimate, words: str
+) -> Comparison:
+    is_ratio = key in _RATIOS
     neutral = 1.0 if is_ratio else 0.0
     if math.isnan(estimate.value):
         verdict = "unknown: a side has no such figure"
@@ -101,24 +104,25 @@ def _row(name: str, form: str, key: str, groups: tuple[Group, Group], estimate: 
     return Comparison(name, a, b, estimate, is_ratio, verdict)
 
 
-def comparison_notes(a: Group, b: Group) -> list[str]:
+def comparison_notes(a: RunGroup, b: RunGroup) -> list[str]:
     """List what a reader should know before trusting a comparison: other hardware, versions, numbers of ranks."""
-    firsts = [(side, group.begun[0].header) for side, group in (("A", a), ("B", b)) if group.begun]
-    inside = [f"{side}: {note}" for side, group in (("A", a), ("B", b)) for note in group_notes(group)]
-    every: list[Any] = [((header.get("recipe") or {}).get("train") or {}).get("evaluate_every") for _, header in firsts]
+    sides = {"A": a, "B": b}
+    firsts = [(side, group.begun[0].header) for side, group in sides.items() if group.begun]
+    inside = [f"{side}: {note}" for side, group in sides.items() for note in group_notes(group)]
+    every: list[Any] = [recipe_section(header, "train").get("evaluate_every") for _, header in firsts]
     if len(set(every)) > 1 and None not in every:  # earlier versions had no such setting
         what = f"A was evaluated every {format_count(every[0], 'epoch')}, B every {format_count(every[1], 'epoch')}"
         inside.append(f"{what}: a target is reached at the first evaluation at or above it")
-    for section, name in MEASURED_BY:
-        tables = [(header.get("recipe") or {}).get(section) or {} for _, header in firsts]
+    for part, name in _MEASURED_BY:
+        tables = [recipe_section(header, part) for _, header in firsts]
         values = [table.get(name) or (table.get("size") if name == "eval_size" else None) for table in tables]
         if len(set(values)) > 1:
             words = (f"{str(value or 'off').lower()} in {side}" for value, side in zip(values, "AB", strict=True))
-            inside.append(f"{section}.{name} is {', '.join(words)}: their accuracies do not mean the same")
+            inside.append(f"{part}.{name} is {', '.join(words)}: their accuracies do not mean the same")
     return [*differences(firsts), *inside]
 
 
-def show_comparison(a: Group, b: Group, as_json: bool) -> str:
+def show_comparison(a: RunGroup, b: RunGroup, as_json: bool) -> str:
     """Compare two groups; return text to be read.
 
     Args:
@@ -133,12 +137,12 @@ def show_comparison(a: Group, b: Group, as_json: bool) -> str:
     return to_json(_values(a, b, rows)) if as_json else _text(a, b, rows)
 
 
-def _text(a: Group, b: Group, rows: list[Comparison]) -> str:
+def _text(a: RunGroup, b: RunGroup, rows: list[Comparison]) -> str:
     cells = []
     for row in rows:
         form = "{:.3f}" if row.is_ratio else "{:+.2%}"
         value = format_figure(row.estimate.value, form)
-        interval = format_interval(row.estimate, form) if not math.isnan(row.estimate.low) else DASH
+        interval = format_interval(row.estimate, form)
         cells.append([row.figure, row.a, row.b, "B/A" if row.is_ratio else "B - A", value, interval])
     table = format_table(["figure", "A", "B", "", "value", "95 % interval"], cells)
     heads = [
@@ -149,10 +153,10 @@ def _text(a: Group, b: Group, rows: list[Comparison]) -> str:
     return "\n".join([*map(printable, heads), "", table, "", *map(printable, [*verdicts, *notes])])
 
 
-def _values(a: Group, b: Group, rows: list[Comparison]) -> dict[str, Any]:
+def _values(a: RunGroup, b: RunGroup, rows: list[Comparison]) -> dict[str, Any]:
     figures = [
         {"figure": row.figure, "kind": "ratio" if row.is_ratio else "difference"}
-        | plain(asdict(row.estimate))
+        | asdict(row.estimate)
         | {"verdict": row.verdict}
         for row in rows
     ]

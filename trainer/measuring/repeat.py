@@ -28,16 +28,16 @@ from datapipe.streams import TIMEOUT_S, in_time
 
 from ..config.recipe import Recipe, load_recipe
 from ..reporting.runlog import NAME as METRICS
-from .runs import ATTEMPTS, Group, read_group, read_outcome, read_outcomes, settings_alike
+from .runs import ATTEMPTS, RunGroup, read_group, read_outcome, read_outcomes, settings_alike
 from .tables import group_values, to_json
 
 logger = logging.getLogger(__name__)
-NAME = "repeat.json"
-MAX_SEED = 2**31 - 1  # of a recipe
-LAUNCHERS = ("torchrun", "srun")
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-WRONG_USE, TIME_IS_OVER = 2, 75  # exit codes of `trainer train` after which other seeds would fare no better
+_NAME = "repeat.json"
+_MAX_SEED = 2**31 - 1  # of a recipe
+_LAUNCHERS = ("torchrun", "srun")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_WRONG_USE, _TIME_IS_OVER = 2, 75  # exit codes of `trainer train` after which other seeds would fare no better
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Repeats:
     def __post_init__(self) -> None:
         checked_int("--seeds", self.num_seeds, 1)
         checked_int("--ranks", self.ranks, 1)
-        check_name("--launcher", self.launcher, LAUNCHERS)
+        check_name("--launcher", self.launcher, _LAUNCHERS)
 
     def command(self, seed: int) -> list[str]:
         """Return the command that trains with a seed, or continues that."""
@@ -99,7 +99,7 @@ class Training(Protocol):
     def send_signal(self, sig: int) -> None: ...
 
 
-def repeat(plan: Repeats, index: int | None = None) -> tuple[Group, int]:
+def repeat(plan: Repeats, index: int | None = None) -> tuple[RunGroup, int]:
     """Train with each seed that is not done yet, one after another; write OUT/repeat.json.
 
     A run that has finished stays as it is. All others are resumed, those that failed as well; how often is told.
@@ -117,11 +117,7 @@ def repeat(plan: Repeats, index: int | None = None) -> tuple[Group, int]:
         DatapipeError: There is no data set, or a run's metrics cannot be read.
     """
     recipe = load_recipe(plan.recipe, plan.changes)
-    seeds = _choose(plan, recipe, index)
-    if plan.ranks > recipe.train.batch_size or recipe.train.batch_size % plan.ranks:
-        raise SettingError(
-            f"--ranks {plan.ranks}: train.batch_size, {recipe.train.batch_size}, is not a multiple of it"
-        )
+    seeds = _choose_seeds(plan, recipe, index)
     find = placement if plan.launcher == "srun" else rank_placement  # srun itself takes all nodes of the job
     if find(os.environ).world_size > 1:
         raise SettingError("this is one of several processes of a launcher; start it once, and give it --ranks")
@@ -142,8 +138,8 @@ def repeat(plan: Repeats, index: int | None = None) -> tuple[Group, int]:
         if number:
             ended = 128 + number
         elif is_interrupted and ended == 1 and after.end.get("stopped_by") == "time":
-            ended = TIME_IS_OVER  # torchrun has made 1 of it
-        if number or ended in (WRONG_USE, TIME_IS_OVER) or is_interrupted:
+            ended = _TIME_IS_OVER  # torchrun has made 1 of it
+        if number or ended in (_WRONG_USE, _TIME_IS_OVER) or is_interrupted:
             code = ended
             break
     with locked(plan.out, wait=True):  # elements of an array job may end at the same time
@@ -153,15 +149,18 @@ def repeat(plan: Repeats, index: int | None = None) -> tuple[Group, int]:
     return group, code or int(not {plan.folder(seed).name for seed in seeds} <= reached)
 
 
-def _choose(plan: Repeats, recipe: Recipe, index: int | None) -> list[int]:
+def _choose_seeds(plan: Repeats, recipe: Recipe, index: int | None) -> list[int]:
+    """Return the seeds to train with. Raises SettingError where the recipe cannot have them, or so many ranks."""
     seeds = [recipe.train.seed + number for number in range(plan.num_seeds)]
-    if seeds[-1] > MAX_SEED:
-        raise SettingError(f"--seeds {plan.num_seeds}: the last seed would be {seeds[-1]}; allowed: up to {MAX_SEED}")
-    if index is None:
-        return seeds
-    if not 0 <= index < plan.num_seeds:
+    if seeds[-1] > _MAX_SEED:
+        raise SettingError(f"--seeds {plan.num_seeds}: the last seed would be {seeds[-1]}; allowed: up to {_MAX_SEED}")
+    if not 0 <= (index or 0) < plan.num_seeds:
         raise SettingError(f"--index {index}: is out of range; allowed: 0 to {plan.num_seeds - 1}, as --seeds says")
-    return [seeds[index]]
+    if plan.ranks > recipe.train.batch_size or recipe.train.batch_size % plan.ranks:
+        raise SettingError(
+            f"--ranks {plan.ranks}: train.batch_size, {recipe.train.batch_size}, is not a multiple of it"
+        )
+    return seeds if index is None else [seeds[index]]
 
 
 def _describe_data(data: Path) -> dict[str, Any]:
@@ -225,7 +224,7 @@ def _pass_on_signals(command: Sequence[str]) -> Iterator[tuple[Training, list[in
         if child is not None:
             child.send_signal(signal.SIGINT if is_impatient else signal.SIGTERM)
 
-    previous = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    previous = {number: signal.signal(number, pass_on) for number in _SIGNALS}
     try:
         child = start_training(command)
         if received:  # before there was a child
@@ -250,10 +249,10 @@ def start_training(command: Sequence[str]) -> Training:
 def _end_with_parent() -> None:
     """Let this process get SIGTERM when the one that has started it is gone, were it by SIGKILL."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _write(plan: Repeats, group: Group) -> None:
+def _write(plan: Repeats, group: RunGroup) -> None:
     settings = {
         "recipe": plan.recipe,
         "set": list(plan.changes),
@@ -264,5 +263,5 @@ def _write(plan: Repeats, group: Group) -> None:
         "stage": plan.stage and str(plan.stage),
     }
     text = to_json({"settings": settings, **group_values(group)})
-    with atomic_write(plan.out / NAME) as file:
+    with atomic_write(plan.out / _NAME) as file:
         file.write(text.encode(errors="backslashreplace") + b"\n")

@@ -18,16 +18,16 @@ from ..reporting.runlog import NAME as METRICS
 from ..reporting.runlog import Run, number, read_run
 
 ATTEMPTS = "attempts.jsonl"  # in a run's folder: a line for each process that `trainer repeat` has started there
-FINISHED = ("target_reached", "target_missed", "completed")
+_FINISHED = ("target_reached", "target_missed", "completed")
 # What two runs must share for their figures to mean the same, as the header of a run calls it.
-SHARED = {
+_SHARED = {
     "train_samples": "training images",
     "val_samples": "validation images",
     "num_classes": "classes",
     "data_sets": "data sets (by checksum)",
 }
 # What may differ between runs, and is told.
-CIRCUMSTANCES = ("device", "world_size", "versions", "commit")
+_CIRCUMSTANCES = ("device", "world_size", "versions", "commit")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Outcome:
     @property
     def is_finished(self) -> bool:
         """Whether its figures are final."""
-        return self.status in FINISHED
+        return self.status in _FINISHED
 
     @property
     def resumes(self) -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ class Outcome:
     @property
     def header(self) -> dict[str, Any]:
         """The header of its metrics, and what only `trainer repeat` knows."""
-        known = {key: line[key] for line in self.attempts for key in SHARED if key in line}
+        known = {key: line[key] for line in self.attempts for key in _SHARED if key in line}
         return known | (self.run.header if self.run else {})
 
     @property
@@ -95,7 +95,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """The runs of a folder: those of one recipe, or a single run. `name` is that of the folder."""
 
     name: str
@@ -135,7 +135,7 @@ def read_outcome(folder: Path) -> Outcome:
     return Outcome(folder.name, read_run(folder) if is_begun else None, attempts)
 
 
-def read_group(folder: Path) -> Group:
+def read_group(folder: Path) -> RunGroup:
     """Read a run's folder, or a folder of such folders, as `trainer repeat` makes it.
 
     Raises:
@@ -144,7 +144,7 @@ def read_group(folder: Path) -> Group:
     """
     name = folder.resolve().name
     if (folder / METRICS).exists():
-        return Group(name, [read_outcome(folder)])
+        return RunGroup(name, [read_outcome(folder)])
     outcomes = read_outcomes(folder)
     if not outcomes:
         raise WrongPathError("holds no run, and no folder of runs", path=folder)
@@ -153,7 +153,7 @@ def read_group(folder: Path) -> Group:
         if outcome.settings != begun[0].settings:
             raise SettingError(f"{folder}: {begun[0].name} and {outcome.name} are not runs of the same recipe")
     check_comparable({name: begun})
-    return Group(name, outcomes)
+    return RunGroup(name, outcomes)
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
@@ -181,7 +181,7 @@ def check_comparable(groups: Mapping[str, Sequence[Outcome]]) -> None:
         this = f"{group}, {outcome.name}"
         target = outcome.run.figures()["target"]
         facts: dict[str, object] = {"target": format_figure(target, "{:.4%}") if target > 0 else "none"}
-        facts |= {words: outcome.header[key] for key, words in SHARED.items() if outcome.header.get(key) is not None}
+        facts |= {words: outcome.header[key] for key, words in _SHARED.items() if outcome.header.get(key) is not None}
         for words, value in facts.items():
             name, known = first.setdefault(words, (this, value))
             if known != value:
@@ -191,7 +191,7 @@ def check_comparable(groups: Mapping[str, Sequence[Outcome]]) -> None:
 def differences(headers: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
     """List in words in which circumstances named runs differ: devices, ranks, versions, commits."""
     notes = []
-    for key in CIRCUMSTANCES:
+    for key in _CIRCUMSTANCES:
         values: dict[str, list[str]] = {}
         for name, header in headers:
             values.setdefault(_in_words(header.get(key)), []).append(name)

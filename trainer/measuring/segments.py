@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..reporting.runlog import Run, number
+from ..reporting.runlog import Run, number, recipe_section
 from .runs import Outcome
 from .statistics import Sample, describe
 
@@ -132,8 +132,7 @@ def _batch(outcomes: Sequence[Outcome]) -> str:
     if header is None:
         return ""
     batch_size, ranks = number(header.get("global_batch_size")), number(header.get("world_size"))
-    optimizer = (header.get("recipe") or {}).get("optimizer") or {}
-    rule = str(optimizer.get("lr_scaling", "none"))
+    rule = str(recipe_section(header, "optimizer").get("lr_scaling", "none"))
     scaled = "not scaled" if rule == "none" else f"scaled: {rule}"
     rate = f"learning rate {number(header.get('peak_lr')):.4g} ({scaled})"
     return f"batch {batch_size:,.0f}, {batch_size / ranks:,.0f} per rank, {rate}"

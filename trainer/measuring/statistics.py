@@ -17,8 +17,8 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-COVERAGE = 0.95
-NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
+_COVERAGE = 0.95
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,6 @@ def student_quantile(freedom: float) -> float:
     whole = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
     low, high = 0.0, math.pi / 2
     while (angle := (low + high) / 2) not in (low, high):
-        part = angle / 2 * float(WEIGHTS @ np.cos(angle / 2 * (NODES + 1)) ** (freedom - 1))
-        low, high = (angle, high) if part < COVERAGE * whole else (low, angle)
+        part = angle / 2 * float(_WEIGHTS @ np.cos(angle / 2 * (_NODES + 1)) ** (freedom - 1))
+        low, high = (angle, high) if part < _COVERAGE * whole else (low, angle)
     return math.sqrt(freedom) * math.tan(angle)

@@ -11,16 +11,17 @@ from typing import Any
 from datapipe.console import format_count, printable
 
 from ..reporting.formatting import DASH, format_figure
-from .runs import Group, Outcome, differences
-from .statistics import Sample, describe
+from ..reporting.runlog import finite, recipe_section
+from .runs import Outcome, RunGroup, differences
+from .statistics import describe
 
 # Figures with a mean: how they are called and written.
-MEANS = {
+_MEANS = {
     "accuracy": ("accuracy", "{:.2%}"),
     "time_to_target_s": ("time to target, s", "{:,.1f}"),
     "images_per_s": ("images/s", "{:,.0f}"),
 }
-COLUMNS = {
+_COLUMNS = {
     "accuracy": ("accuracy", "{:.2%}"),
     "best_accuracy": ("best", "{:.2%}"),
     "time_to_target_s": ("to target, s", "{:,.1f}"),
@@ -39,33 +40,26 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def format_group(group: Group) -> str:
+def format_group(group: RunGroup) -> str:
     """Return a row for each run, then means and their spread, then what a reader should know."""
     rows = []
     for outcome in group.outcomes:
         figures = outcome.figures()
         codes = ", ".join(str(line.get("exit_code")) for line in outcome.attempts)
         row = [outcome.name, outcome.status.replace("_", " ")]
-        row += [format_figure(figures[key], form) for key, (_, form) in COLUMNS.items()]
+        row += [format_figure(figures[key], form) for key, (_, form) in _COLUMNS.items()]
         rows.append([*row, codes or DASH])
-    runs = format_table(["run", "status", *(name for name, _ in COLUMNS.values()), "exit code"], rows)
+    runs = format_table(["run", "status", *(name for name, _ in _COLUMNS.values()), "exit code"], rows)
     lines = []
-    for key, (name, form) in MEANS.items():
+    for key, (name, form) in _MEANS.items():
         if key == "time_to_target_s" and not group.has_target:
             continue
         sample = describe(group.values(key))
-        lines.append([name, _counted(group, key, sample), *_format_sample(sample, form)])
+        count = f"{sample.num} of {len(group.outcomes)} {'reached' if key == 'time_to_target_s' else 'finished'}"
+        spread = format_figure(sample.mean, form), format_figure(sample.std, form), format_interval(sample, form)
+        lines.append([name, count, *spread])
     means = format_table(["figure", "of the runs", "mean", "std", "95 % interval"], lines)
     return "\n".join([runs, "", means, *(printable(f"Note: {note}.") for note in group_notes(group))])
-
-
-def _counted(group: Group, key: str, sample: Sample) -> str:
-    word = "reached" if key == "time_to_target_s" else "finished"
-    return f"{sample.num} of {len(group.outcomes)} {word}"
-
-
-def _format_sample(sample: Sample, form: str) -> list[str]:
-    return [format_figure(sample.mean, form), format_figure(sample.std, form), format_interval(sample, form)]
 
 
 def format_interval(interval: Any, form: str) -> str:
@@ -80,17 +74,17 @@ def format_interval(interval: Any, form: str) -> str:
     return f"{format_figure(interval.low, form)} to {format_figure(interval.high, form)}"
 
 
-def show_group(group: Group, as_json: bool) -> str:
+def show_group(group: RunGroup, as_json: bool) -> str:
     """Return a group of runs as a table, or as JSON."""
     return to_json(group_values(group)) if as_json else format_group(group)
 
 
 def to_json(values: dict[str, Any]) -> str:
-    """Return plain values as JSON, for files and other programs."""
-    return json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False)
+    """Return plain values as JSON, for files and other programs, with null in place of what is unknown."""
+    return json.dumps(finite(values), indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def group_notes(group: Group) -> list[str]:
+def group_notes(group: RunGroup) -> list[str]:
     """List what a reader should know before trusting the means."""
     notes = differences([(outcome.name, outcome.header) for outcome in group.begun])
     total = len(group.outcomes)
@@ -111,8 +105,8 @@ def group_notes(group: Group) -> list[str]:
     return notes
 
 
-def group_values(group: Group) -> dict[str, Any]:
-    """Return the same as plain values, with None in place of what is unknown."""
+def group_values(group: RunGroup) -> dict[str, Any]:
+    """Return the same as plain values."""
     return {
         "name": group.name,
         "hardware": _distinct(
@@ -124,18 +118,17 @@ def group_values(group: Group) -> dict[str, Any]:
         "runs": [_outcome_values(outcome) for outcome in group.outcomes],
         "num_finished": sum(outcome.is_finished for outcome in group.outcomes),
         "num_reached": len(group.values("time_to_target_s")),
-        "means": {key: plain(asdict(describe(group.values(key)))) for key in MEANS},
+        "means": {key: asdict(describe(group.values(key))) for key in _MEANS},
         "notes": group_notes(group),
     }
 
 
 def _outcome_values(outcome: Outcome) -> dict[str, Any]:
-    recipe = outcome.header.get("recipe") or {}
     return {
         "name": outcome.name,
-        "seed": (recipe.get("train") or {}).get("seed"),
+        "seed": recipe_section(outcome.header, "train").get("seed"),
         "status": outcome.status,
-        **plain(outcome.figures()),
+        **outcome.figures(),
         "num_resumes": len(outcome.resumes),
         "attempts": outcome.attempts,
     }
@@ -143,10 +136,3 @@ def _outcome_values(outcome: Outcome) -> dict[str, Any]:
 
 def _distinct(values: list[Any]) -> list[Any]:
     return [value for i, value in enumerate(values) if value not in values[:i]]
-
-
-def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values with None in place of numbers that are not finite, which JSON does not have."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
-    }

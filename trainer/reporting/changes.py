@@ -6,10 +6,12 @@ import math
 from typing import Any
 
 from .formatting import format_duration
-from .kfac_advice import advise_kfac
-from .recipe_settings import Settings, read_settings
-from .runlog import DATA_BOUND_SHARE, STEP_SECTIONS, Run, number
+from .recipe_settings import RecipeSettings, read_settings
+from .runlog import DATA_BOUND_SHARE, STEP_SECTIONS, Run, number, recipe_section
 from .verdict import WORTH, Figures, advise_compute, advise_data, describe_full_memory
+
+_NEARLY_ALL = 0.9  # the share of the steps from which on the clip decides their length
+_HARDLY_TURNED = 0.95  # the median cosine from which on gradients are hardly more than scaled
 
 
 def suggest_changes(run: Run) -> list[str]:
@@ -36,13 +38,49 @@ def _advise_kfac(run: Run) -> list[str]:
     if not run.kfac:
         return []
     last = run.kfac[-1]
-    recipe = run.header.get("recipe") or {}
-    kl_clip = recipe["kfac"].get("kl_clip") if isinstance(recipe.get("kfac"), dict) else None
     clipped, clip_steps = (number(last.get(name), 0.0) for name in ("clipped", "clip_steps"))
-    return advise_kfac(clipped, clip_steps, number(last["cosine"]), kl_clip, number(last.get("damping")))
+    kl_clip, cosine = recipe_section(run.header, "kfac").get("kl_clip"), number(last["cosine"])
+    return advise_kfac(clipped, clip_steps, cosine, kl_clip, number(last.get("damping")))
 
 
-def _advise_beside_steps(run: Run, settings: Settings) -> list[str]:
+def describe_kfac(clipped: float, clip_steps: float, cosine: float) -> str:
+    """Return what K-FAC did, as a clause.
+
+    Args:
+        clipped: Steps that `kl_clip` made shorter.
+        clip_steps: Steps that had a clip.
+        cosine: Median over the layers of the cosine between the raw and the preconditioned gradient.
+    """
+    clip = f"the clip bound {clipped:,.0f} of {clip_steps:,.0f} steps" if clip_steps else "no step had a clip"
+    return f"K-FAC: {clip}; median cosine {cosine:.2f}"
+
+
+def advise_kfac(clipped: float, clip_steps: float, cosine: float, kl_clip: Any, damping: float) -> list[str]:
+    """Return what to change where the clip decides nearly every step, and where gradients keep their direction.
+
+    Args:
+        clipped: Steps that `kl_clip` made shorter.
+        clip_steps: Steps that had a clip.
+        cosine: Median over the layers of the cosine between the raw and the preconditioned gradient.
+        kl_clip: The recipe's.
+        damping: Damping at the end of the run.
+    """
+    lines = []
+    if clip_steps and clipped >= _NEARLY_ALL * clip_steps:
+        share = f"{clipped / clip_steps:.0%} of {clip_steps:,.0f} steps"
+        lines.append(
+            f"kfac.kl_clip (now {kl_clip}) bound {share}, so that it decided how long they were, and the learning rate "
+            "and its schedule did not: a lower optimizer.lr, or a higher kl_clip, lets them"
+        )
+    if cosine >= _HARDLY_TURNED:
+        lines.append(
+            f"kfac.damping below {damping:.2g}: the median cosine between raw and preconditioned gradients was "
+            f"{cosine:.2f}, so that K-FAC hardly did more than scale them"
+        )
+    return lines
+
+
+def _advise_beside_steps(run: Run, settings: RecipeSettings) -> list[str]:
     """Return what to do about evaluations, checkpoints, compilation and staging that take much of a run's time."""
     time_s = run.time_s()
     whole_s = sum(time_s.values())

@@ -1,8 +1,10 @@
-"""The curves of plots: which figure of a run's lines they show, and their points."""
+"""What the plots show: their curves, each a figure of a run's lines, and its points."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from .runlog import Line, Run, number
@@ -20,12 +22,57 @@ class Curve(NamedTuple):
     by_epoch: str = ""  # key of an epoch's line with the same figure, which is shown where there are more epochs
 
 
+@dataclass(frozen=True)
+class Plot:
+    """A plot of all runs; a curve that no run has is left out. Without curves, it shows where the time went."""
+
+    name: str
+    title: str
+    label: str = ""  # of the vertical axis
+    curves: Sequence[Curve] = ()
+
+
 class Point(NamedTuple):
     """A point of a curve, on both of its axes."""
 
     epoch: float
     elapsed_s: float
     value: float
+
+
+PLOTS = (
+    Plot(
+        "accuracy",
+        "Accuracy",
+        "accuracy",
+        [
+            Curve("train_accuracy", "epochs", {"marker": "", "linestyle": "-"}, "training accuracy"),
+            Curve("val_accuracy", "epochs", {"linestyle": "--"}, "validation accuracy"),
+        ],
+    ),
+    Plot(
+        "loss",
+        "Loss",
+        "loss",
+        [
+            Curve("loss", "train", {"marker": "", "linestyle": "-"}, "training", by_epoch="train_loss"),
+            Curve("val_loss", "epochs", {"linestyle": "--"}, "validation"),
+        ],
+    ),
+    Plot("learning-rate", "Learning rate", "learning rate", [Curve("lr", "train", {"marker": ""})]),
+    Plot("throughput", "Speed", "images/s", [Curve("images_per_s", "train", {"marker": ""}, by_epoch="images_per_s")]),
+    Plot(
+        "kfac",
+        "K-FAC",
+        "cosine of gradients",
+        [
+            Curve("cosine", "kfac", {"marker": "", "linestyle": "-"}, "median of the layers"),
+            Curve("lowest_cosine", "kfac", {"marker": "", "linestyle": "--"}, "lowest"),
+        ],
+    ),
+    Plot("time", "Where the time went"),
+    Plot("ranks", "Where each rank's time went"),
+)
 
 
 def curve_points(run: Run, curve: Curve) -> list[Point]:

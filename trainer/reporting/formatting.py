@@ -15,6 +15,11 @@ def format_figure(value: float, form: str) -> str:
     return DASH if math.isnan(value) else form.format(value).replace("%", f"{SPACE}%")
 
 
+def format_percent(value: float, _position: object = None) -> str:
+    """Return a share as a tick of an axis shows it."""
+    return f"{100 * value:.4g}{SPACE}%"
+
+
 def format_duration(value: object) -> str:
     """Return seconds in the units that fit, e.g. `2 min 54 s`; a dash for what is not a number."""
     seconds = number(value)

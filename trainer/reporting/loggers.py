@@ -12,16 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from datapipe.checks import did_you_mean
 from datapipe.errors import DatapipeError, SettingError, how_to_install
 
+from .runlog import Line
+
 logger = logging.getLogger(__name__)
-GROUP = "trainer.loggers"
-Line = Mapping[str, Any]
-COLUMNS: tuple[str, ...] = ("event", "step", "epoch", "elapsed_s", "loss", "lr", "images_per_s")
-COLUMNS += ("train_loss", "train_accuracy", "val_loss", "val_accuracy")
+_GROUP = "trainer.loggers"
+_COLUMNS: tuple[str, ...] = ("event", "step", "epoch", "elapsed_s", "loss", "lr", "images_per_s")
+_COLUMNS += ("train_loss", "train_accuracy", "val_loss", "val_accuracy")
 
 
 class Logger(Protocol):
@@ -42,7 +43,7 @@ class CsvLogger:
 
     def __init__(self, run: Path, lines: Sequence[Line]) -> None:
         self._file = open(run / "metrics.csv", "w", newline="", encoding="utf-8")  # noqa: SIM115 - stays open
-        self._rows = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore")
+        self._rows = csv.DictWriter(self._file, _COLUMNS, extrasaction="ignore")
         self._rows.writeheader()
         for line in lines:
             self.write(line)
@@ -73,7 +74,7 @@ class TensorBoardLogger:
     def write(self, line: Line) -> None:
         """Write each number of a line about a step or an epoch."""
         if line["event"] in ("train", "epoch"):
-            for name in COLUMNS[3:]:
+            for name in _COLUMNS[3:]:
                 if line.get(name) is not None:
                     self._writer.add_scalar(f"{line['event']}/{name}", line[name], line["step"])
             self._writer.flush()
@@ -83,8 +84,8 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-BUILT_IN: dict[str, LoggerFactory] = {"csv": CsvLogger, "tensorboard": TensorBoardLogger}
-FAILURES = (Exception, SystemExit)  # of a package that may be a program's: its exit is not to be the run's
+_BUILT_IN: dict[str, LoggerFactory] = {"csv": CsvLogger, "tensorboard": TensorBoardLogger}
+_FAILURES = (Exception, SystemExit)  # of a package that may be a program's: its exit is not to be the run's
 
 
 def find_loggers(names: Sequence[str]) -> dict[str, LoggerFactory]:
@@ -92,24 +93,24 @@ def find_loggers(names: Sequence[str]) -> dict[str, LoggerFactory]:
 
     Raises SettingError where there is none of a name, or the package of one is not installed, or cannot be imported.
     """
-    added = {point.name: point for point in entry_points(group=GROUP)}
+    added = {point.name: point for point in entry_points(group=_GROUP)}
     factories: dict[str, LoggerFactory] = {}
     for name in names:
-        if name in BUILT_IN:
+        if name in _BUILT_IN:
             if name == "tensorboard" and find_spec(name) is None:  # before there is a folder for the run
                 raise SettingError(f"--log tensorboard: its package is not installed: {how_to_install(name)}")
-            factories[name] = BUILT_IN[name]
+            factories[name] = _BUILT_IN[name]
         elif name in added:
             try:
                 factories[name] = added[name].load()
-            except FAILURES as error:
+            except _FAILURES as error:
                 what = f"{added[name].value} cannot be imported: {_in_a_line(error)}"
                 raise SettingError(f"--log {name}: {what}") from error
         else:
-            allowed = ", ".join(sorted({*BUILT_IN, *added}))
-            hint = did_you_mean(name, {*BUILT_IN, *added})
+            allowed = ", ".join(sorted({*_BUILT_IN, *added}))
+            hint = did_you_mean(name, {*_BUILT_IN, *added})
             raise SettingError(
-                f"--log {name}: is not known; allowed: {allowed}, or what a package adds as {GROUP!r}{hint}"
+                f"--log {name}: is not known; allowed: {allowed}, or what a package adds as {_GROUP!r}{hint}"
             )
     return factories
 
@@ -125,22 +126,22 @@ class Loggers:
                 self._loggers[name] = factory(run, lines)
             except (SettingError, OSError):
                 raise
-            except FAILURES as error:
+            except _FAILURES as error:
                 raise DatapipeError(f"--log {name}: {_in_a_line(error)}") from error
 
     def write(self, line: Line) -> None:
         """Tell a line to all."""
-        self._each(lambda its: its.write(line))
+        self._each(lambda target: target.write(line))
 
     def close(self) -> None:
         """Close all."""
-        self._each(lambda its: its.close())
+        self._each(lambda target: target.close())
 
     def _each(self, call: Callable[[Logger], None]) -> None:
-        for name, its in [*self._loggers.items()]:
+        for name, target in [*self._loggers.items()]:
             try:
-                call(its)
-            except FAILURES as error:
+                call(target)
+            except _FAILURES as error:
                 del self._loggers[name]
                 what = "has failed, and is told nothing more; the run continues"
                 logger.error("--log %s %s: %s", name, what, _in_a_line(error))

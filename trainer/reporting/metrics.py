@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import re
@@ -25,11 +24,11 @@ import torch
 from datapipe.fsio import named
 
 from .loggers import LoggerFactory, Loggers
-from .runlog import read_lines
+from .runlog import finite, read_lines
 
 logger = logging.getLogger(__name__)
-DIGEST_BYTES = 4096
-STEP = re.compile(rb'"step": ([0-9]{1,18})')  # in a line
+_DIGEST_BYTES = 4096
+_STEP = re.compile(rb'"step": ([0-9]{1,18})')  # in a line
 
 
 class MetricsFile:
@@ -67,7 +66,7 @@ class MetricsFile:
             size = 0
         if size:
             self.waited_s = max(0.0, time.time() - path.stat().st_mtime)
-            self.cut_step = max((int(step) for step in STEP.findall(path.read_bytes()[keep_bytes:])), default=0)
+            self.cut_step = max((int(step) for step in _STEP.findall(path.read_bytes()[keep_bytes:])), default=0)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - stays open
         if size > keep_bytes:
             self._file.truncate(keep_bytes)
@@ -92,7 +91,7 @@ class MetricsFile:
         if self._path is None or self._file is None:
             return
         content: dict[str, object] = {"event": event, "written_at": round(time.time(), 3)}
-        content |= {key: _finite(value) for key, value in fields.items()}
+        content |= {key: finite(value) for key, value in fields.items()}
         text = json.dumps(content, ensure_ascii=False, allow_nan=False)
         # Names of files need not be UTF-8: Python's surrogates for their bytes are written as JSON's \udcXX.
         self._unwritten += text.encode(errors="backslashreplace") + b"\n"
@@ -127,8 +126,8 @@ class MetricsFile:
 def digest_before(path: Path, size: int) -> str:
     """Return a digest of the last bytes of a file before `size`: lines with times, which no other attempt has."""
     with named(path), open(path, "rb") as file:
-        file.seek(max(0, size - DIGEST_BYTES))
-        return hashlib.blake2b(file.read(min(size, DIGEST_BYTES)), digest_size=16).hexdigest()
+        file.seek(max(0, size - _DIGEST_BYTES))
+        return hashlib.blake2b(file.read(min(size, _DIGEST_BYTES)), digest_size=16).hexdigest()
 
 
 def _put_aside(path: Path) -> None:
@@ -137,15 +136,6 @@ def _put_aside(path: Path) -> None:
     aside = next(name for name in names if not name.exists())
     path.rename(aside)
     logger.warning("%s does not belong to the checkpoint of its run: kept as %s", path, aside.name)
-
-
-def _finite(value: object) -> object:
-    """Return `value` with None in place of NaN and infinity, which JSON does not have."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return value
 
 
 def versions() -> dict[str, str]:

@@ -13,17 +13,17 @@ from datapipe.fsio import atomic_write
 
 from .runlog import Line, Run, number
 
-NAME = "mlperf.log"
-STATUSES = "cloud", "onprem", "preview", "research"
-DIVISIONS = "open", "closed"
-LABELS = {
+LOG_NAME = "mlperf.log"
+_STATUSES = "cloud", "onprem", "preview", "research"
+_DIVISIONS = "open", "closed"
+_LABELS = {
     "MLPERF_DIVISION": "submission_division",
     "MLPERF_ORG": "submission_org",
     "MLPERF_PLATFORM": "submission_platform",
     "MLPERF_STATUS": "submission_status",
 }
 # What a recipe of the closed division has; the checker looks at the numbers.
-CLOSED: dict[str, dict[str, list[Any]]] = {
+_CLOSED: dict[str, dict[str, list[Any]]] = {
     "model": {"name": ["resnet50"], "blur_pool": [False]},
     "optimizer": {
         "name": ["sgd", "lars"],
@@ -50,8 +50,8 @@ CLOSED: dict[str, dict[str, list[Any]]] = {
         "evaluate_mirrored": [False],
     },
 }
-POINT, START, STOP = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
-OWN_PREFIX = {"sgd": "sgd_opt", "lars": "lars_opt"}  # of the keys of an optimizer that MLPerf knows
+_POINT, _START, _STOP = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
+_OWN_PREFIX = {"sgd": "sgd_opt", "lars": "lars_opt"}  # of the keys of an optimizer that MLPerf knows
 
 
 def read_labels(environment: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[str, str]:
@@ -60,12 +60,12 @@ def read_labels(environment: Mapping[str, str], recipe: Mapping[str, Any]) -> di
     Raises SettingError for a status or a division that MLPerf does not know, and for a recipe, as plain values, that
     is not of the closed division.
     """
-    labels = {key: value for name, key in LABELS.items() if (value := environment.get(name))}
-    for name, allowed in (("status", STATUSES), ("division", DIVISIONS)):
+    labels = {key: value for name, key in _LABELS.items() if (value := environment.get(name))}
+    for name, allowed in (("status", _STATUSES), ("division", _DIVISIONS)):
         if (value := labels.get(f"submission_{name}", allowed[0])) not in allowed:
             raise SettingError(f"MLPERF_{name.upper()}: {value!r} is not one of {', '.join(allowed)}")
     if labels.get("submission_division") == "closed":
-        for section, settings in CLOSED.items():
+        for section, settings in _CLOSED.items():
             for name, values in settings.items():
                 if (value := recipe[section][name]) not in values:
                     allows = " or ".join(map(str, values))
@@ -78,9 +78,9 @@ def write_log(run: Run, out: Path) -> Path | None:
     lines = [*_log(run)]
     if not lines:
         return None
-    with atomic_write(out / NAME, alone=False) as file:
+    with atomic_write(out / LOG_NAME, alone=False) as file:
         file.write("".join(f":::MLLOG {json.dumps(line)}\n" for line in lines).encode())
-    return out / NAME
+    return out / LOG_NAME
 
 
 def _log(run: Run) -> Iterator[Line]:
@@ -93,25 +93,25 @@ def _log(run: Run) -> Iterator[Line]:
         yield _line(key, began_at, value)
     # No cache is cleared. All that prepares the run, and not only what touches the data, is in the time that counts.
     yield _line("cache_clear", began_at, False)
-    yield _line("init_start", began_at, kind=START)
-    yield _line("init_stop", began_at, kind=STOP)
-    yield _line("run_start", began_at, kind=START)
+    yield _line("init_start", began_at, kind=_START)
+    yield _line("init_stop", began_at, kind=_STOP)
+    yield _line("run_start", began_at, kind=_START)
     for epoch in run.epochs:
         place: dict[str, Any] = {"epoch_num": epoch.get("epoch")}
         ended_at, accuracy = number(epoch.get("written_at"), at), number(epoch.get("val_accuracy"))
         evaluation_s = 0.0 if math.isnan(accuracy) else number((epoch.get("time_s") or {}).get("evaluation"), 0.0)
         trained_at = max(at, ended_at - evaluation_s)
-        yield _line("epoch_start", at, kind=START, **place)
-        yield _line("epoch_stop", trained_at, kind=STOP, **place)
+        yield _line("epoch_start", at, kind=_START, **place)
+        yield _line("epoch_stop", trained_at, kind=_STOP, **place)
         if not math.isnan(accuracy):
-            yield _line("eval_start", trained_at, kind=START, **place)
-            yield _line("eval_stop", ended_at, kind=STOP, **place)
+            yield _line("eval_start", trained_at, kind=_START, **place)
+            yield _line("eval_stop", ended_at, kind=_STOP, **place)
             yield _line("eval_accuracy", ended_at, accuracy, **place)
         at = ended_at
     if math.isnan(run.figures()["time_to_target_s"]):
-        yield _line("run_stop", max(at, run.written_at), kind=STOP, status="aborted")
+        yield _line("run_stop", max(at, run.written_at), kind=_STOP, status="aborted")
     else:  # it ended with the evaluation that reached the target
-        yield _line("run_stop", at, kind=STOP, status="success")
+        yield _line("run_stop", at, kind=_STOP, status="success")
 
 
 def _facts(header: Line) -> dict[str, object]:
@@ -119,7 +119,7 @@ def _facts(header: Line) -> dict[str, object]:
     recipe = header["recipe"]
     optimizer, train, schedule = recipe["optimizer"], recipe["train"], recipe["schedule"]
     name, warmup_epochs = optimizer["name"], schedule.get("warmup_epochs", 0.0)
-    prefix = OWN_PREFIX.get(name, "opt")
+    prefix = _OWN_PREFIX.get(name, "opt")
     parts = train.get("accumulation_steps", 1)
     kind = [optimizer["preconditioner"], name] if optimizer["preconditioner"] != "none" else [name]
     facts = {
@@ -139,7 +139,7 @@ def _facts(header: Line) -> dict[str, object]:
         f"{prefix}_base_learning_rate": header["peak_lr"],
         f"{prefix}_weight_decay": optimizer["weight_decay"],
     }
-    if name in OWN_PREFIX:
+    if name in _OWN_PREFIX:
         facts[f"{prefix}_momentum"] = optimizer["momentum"]
         facts |= {f"{prefix}_{key}": value for key, value in _polynomial(header).items()}
     if name == "lars":
@@ -160,7 +160,7 @@ def _polynomial(header: Line) -> dict[str, object]:
     }
 
 
-def _line(key: str, at: float, value: object = None, kind: str = POINT, **metadata: Any) -> Line:
+def _line(key: str, at: float, value: object = None, kind: str = _POINT, **metadata: Any) -> Line:
     """Return a line of the log. `at`: when it happened, in seconds since 1970."""
     return {
         "namespace": "",

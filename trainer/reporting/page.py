@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,15 +24,16 @@ from .runlog import DATA_BOUND_SHARE, NAME, STEP_SECTIONS, Line, Run, number, re
 from .svg import DARK, LIGHT
 
 # Columns of the comparison that say what was run, which one run's details show anyway.
-IDENTITY = {
+_IDENTITY = {
     "recipe name": "recipe_name",
     "device": "device",
     "world size": "world_size",
     "global batch size": "global_batch_size",
 }
-LONGEST_LABEL = 40  # characters of the end of a path
-MEMORY = "memory_bytes", "gpu_memory_bytes"  # of a rank, at most
-NOT_SHOWN = "event", "format", "written_at", "elapsed_s", "mlperf"  # of the run's first line
+_RESULTS = "accuracy", "best accuracy", "target", "time to target", "images/s", "relative", "waiting for data"
+_LONGEST_LABEL = 40  # characters of the end of a path
+_MEMORY = "memory_bytes", "gpu_memory_bytes"  # of a rank, at most
+_NOT_SHOWN = "event", "format", "written_at", "elapsed_s", "mlperf"  # of the run's first line
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def _labels(runs: list[Run], folders: list[Path]) -> list[str]:
     sizes = [run.header.get("world_size") for run in runs]
     labels = []
     for name, size in zip(names, sizes, strict=True):
-        label = name if len(name) <= LONGEST_LABEL else f"…{name[1 - LONGEST_LABEL :]}"
+        label = name if len(name) <= _LONGEST_LABEL else f"…{name[1 - _LONGEST_LABEL :]}"
         if sizes.count(size) < len(sizes):
             label += f" · {size} rank" if size == 1 else f" · {size} ranks"
         # A matplotlib legend leaves out labels that begin with an underscore.
@@ -147,7 +148,7 @@ def _figures_in_words(run: Run) -> dict[str, str]:
     """Return a run's figures as the page shows them, by name; the memory, where it is known, is that of a rank."""
     figures = run.figures()
     end = run.end or {"status": "in progress"}
-    most = {key: max((number(rank.get(key), 0.0) for rank in run.ranks()), default=0.0) for key in MEMORY}
+    most = {key: max((number(rank.get(key), 0.0) for rank in run.ranks()), default=0.0) for key in _MEMORY}
     last = run.epochs[-1] if run.epochs else {}
     return {
         "accuracy": format_figure(figures["accuracy"], "{:.2%}"),
@@ -157,7 +158,7 @@ def _figures_in_words(run: Run) -> dict[str, str]:
         "time to target": format_duration(figures["time_to_target_s"]),
         "images/s": format_figure(figures["images_per_s"], "{:,.0f}"),
         "waiting for data": format_figure(figures["wait_share"], "{:.1%}"),
-        **{name: str(value) for name, value in _with_units({key: n for key, n in most.items() if n})},
+        **{name: str(value) for name, value in _with_units({key: n for key, n in most.items() if n}).items()},
         "status": format_value(end.get("status")).replace("_", " "),
     }
 
@@ -168,20 +169,10 @@ def _comparison(runs: list[Run]) -> list[dict[str, str]]:
     rows = []
     for run in runs:
         figures, words = run.figures(), _figures_in_words(run)
-        rows.append(
-            {
-                "run": run.label,
-                **{column: format_value(run.header.get(key)) for column, key in IDENTITY.items()},
-                "accuracy": words["accuracy"],
-                "best accuracy": format_figure(figures["best_accuracy"], "{:.2%}"),
-                "target": words["target"],
-                "time to target": words["time to target"],
-                "images/s": words["images/s"],
-                "relative": format_figure(figures["images_per_s"] / first, "{:.2f}×"),
-                "waiting for data": words["waiting for data"],
-                "status": words["status"],
-            }
-        )
+        words["best accuracy"] = format_figure(figures["best_accuracy"], "{:.2%}")
+        words["relative"] = format_figure(figures["images_per_s"] / first, "{:.2f}×")
+        identity = {column: format_value(run.header.get(key)) for column, key in _IDENTITY.items()}
+        rows.append({"run": run.label, **identity, **{column: words[column] for column in (*_RESULTS, "status")}})
     return rows
 
 
@@ -197,14 +188,14 @@ def _verdict(run: Run) -> str:
 
 
 def _details(run: Run) -> Details:
-    facts = {key: value for key, value in run.header.items() if key not in NOT_SHOWN}
+    facts = {key: value for key, value in run.header.items() if key not in _NOT_SHOWN}
     recipe = dict(facts.pop("recipe", None) or {})
     versions, hardware = (facts.pop(name, None) or {} for name in ("versions", "hardware"))
     settings = {key: recipe.pop(key) for key in list(recipe) if not isinstance(recipe[key], dict)}
     time = {part: format_duration(seconds) for part, seconds in run.time_s().items()}
     tables = {
         "run": facts | settings,
-        "hardware": dict(_with_units(hardware)),
+        "hardware": _with_units(hardware),
         "versions": versions,
         "time": time,
         "what K-FAC did": _kfac_in_words(run),
@@ -228,16 +219,15 @@ def _for_pdf(run: Details, figures: dict[str, str]) -> dict[str, dict[str, str]]
     return {"results": figures} | ({"what to change": changes} if changes else {}) | run.tables
 
 
-def _with_units(facts: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield facts by name, those in bytes as GiB."""
+def _with_units(facts: Mapping[str, object]) -> dict[str, object]:
+    """Return facts by name, those in bytes as GiB."""
+    words = {}
     for key, value in facts.items():
         if key.endswith("_bytes"):
-            yield (
-                key.removesuffix("_bytes").replace("_", " "),
-                format_figure(number(value) / 2**30, f"{{:,.1f}}{SPACE}GiB"),
-            )
-        else:
-            yield key, value
+            key = key.removesuffix("_bytes").replace("_", " ")
+            value = format_figure(number(value) / 2**30, f"{{:,.1f}}{SPACE}GiB")
+        words[key] = value
+    return words
 
 
 def _rank_in_words(rank: Line) -> dict[str, str]:
@@ -248,7 +238,7 @@ def _rank_in_words(rank: Line) -> dict[str, str]:
         "rank": format_value(rank.get("rank")),
         "host": format_value(rank.get("host")),
         **{PARTS[section][1]: text for section, text in seconds.items()},
-        **{name: str(value) for name, value in _with_units(rank) if name.endswith("memory")},
+        **{name: str(value) for name, value in _with_units(rank).items() if name.endswith("memory")},
     }
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from datapipe.fsio import atomic_write
 
-from .curves import Curve, curve_points
-from .formatting import SPACE, format_figure, format_value, time_unit
+from .curves import PLOTS, Plot, Point, curve_points
+from .formatting import format_figure, format_percent, format_value, time_unit
 from .runlog import Run, number, seconds_of
 from .svg import LIGHT, svg_for_page
-from .text_pages import Tables, draw_text_pages
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
     from matplotlib.container import Container
     from matplotlib.figure import Figure
 
-WIDE, NARROW = 9.0, 4.5  # inches; the narrow one, for a narrow screen, has its halves below each other
-LEGEND_COLUMNS = 11.5  # characters of an inch that fit beside each other
-MAX_RANKS = 32  # of which the time is shown
-UNDATED: dict[str, Any] = {"CreationDate": None}  # a PDF's metadata, so that the same plot is the same file
+Tables = Mapping[str, Mapping[str, str]]  # values by name, by title
+
+_WIDE, _NARROW = 9.0, 4.5  # inches; the narrow one, for a narrow screen, has its halves below each other
+_LEGEND_COLUMNS = 11.5  # characters of an inch that fit beside each other
+_NAME_WIDTH, _VALUE_WIDTH, _NUM_LINES = 28, 84, 76  # what fits on a page of text, in letters and lines
+_PAGE_INCHES = 9.0, 11.0
+_MAX_RANKS = 32  # of which the time is shown
+_UNDATED: dict[str, Any] = {"CreationDate": None}  # a PDF's metadata, so that the same plot is the same file
 
 PARTS = {  # of a run's time: colour and label
     "staging": ("c6", "staging"),
@@ -42,57 +47,12 @@ PARTS = {  # of a run's time: colour and label
 
 
 @dataclass(frozen=True)
-class Plot:
-    """A plot of all runs; a curve that no run has is left out. Without curves, it shows where the time went."""
-
-    name: str
-    title: str
-    label: str = ""  # of the vertical axis
-    curves: Sequence[Curve] = ()
-
-
-@dataclass(frozen=True)
 class Drawing:
     """A plot as it stands in the page, for a wide and for a narrow screen."""
 
     title: str
     wide: str
     narrow: str
-
-
-PLOTS = (
-    Plot(
-        "accuracy",
-        "Accuracy",
-        "accuracy",
-        [
-            Curve("train_accuracy", "epochs", {"marker": "", "linestyle": "-"}, "training accuracy"),
-            Curve("val_accuracy", "epochs", {"linestyle": "--"}, "validation accuracy"),
-        ],
-    ),
-    Plot(
-        "loss",
-        "Loss",
-        "loss",
-        [
-            Curve("loss", "train", {"marker": "", "linestyle": "-"}, "training", by_epoch="train_loss"),
-            Curve("val_loss", "epochs", {"linestyle": "--"}, "validation"),
-        ],
-    ),
-    Plot("learning-rate", "Learning rate", "learning rate", [Curve("lr", "train", {"marker": ""})]),
-    Plot("throughput", "Speed", "images/s", [Curve("images_per_s", "train", {"marker": ""}, by_epoch="images_per_s")]),
-    Plot(
-        "kfac",
-        "K-FAC",
-        "cosine of gradients",
-        [
-            Curve("cosine", "kfac", {"marker": "", "linestyle": "-"}, "median of the layers"),
-            Curve("lowest_cosine", "kfac", {"marker": "", "linestyle": "--"}, "lowest"),
-        ],
-    ),
-    Plot("time", "Where the time went"),
-    Plot("ranks", "Where each rank's time went"),
-)
 
 
 def write_plots(runs: list[Run], tables_by_heading: Mapping[str, Tables], out: Path) -> list[Drawing]:
@@ -118,17 +78,17 @@ def write_plots(runs: list[Run], tables_by_heading: Mapping[str, Tables], out: P
     with ExitStack() as stack:
         stack.enter_context(plot_style())
         file = stack.enter_context(atomic_write(out / "report.pdf", alone=False))
-        pdf = stack.enter_context(PdfPages(file, metadata=UNDATED))
+        pdf = stack.enter_context(PdfPages(file, metadata=_UNDATED))
         for page in draw_text_pages(tables_by_heading):
             pdf.savefig(page)
         for plot in shown:
-            wide, narrow = (_draw(plot, runs, width) for width in (WIDE, NARROW))
+            wide, narrow = (_draw(plot, runs, width) for width in (_WIDE, _NARROW))
             pdf.savefig(wide)
             with atomic_write(out / f"{plot.name}.png", alone=False) as image:
                 wide.savefig(image, format="png", dpi=150)
             with (
                 atomic_write(out / f"{plot.name}.pdf", alone=False) as image,
-                PdfPages(image, metadata=UNDATED) as page_alone,
+                PdfPages(image, metadata=_UNDATED) as page_alone,
             ):
                 page_alone.savefig(wide)
             drawings.append(Drawing(plot.title, *(_svg(figure, plot.title) for figure in (wide, narrow))))
@@ -184,16 +144,16 @@ def _draw(plot: Plot, runs: list[Run], width: float) -> Figure:
 
     figure = Figure()
     if plot.curves:
-        rows = 1 if width == WIDE else 2
+        rows = 1 if width == _WIDE else 2
         figure.set_size_inches(width, 3.4 * rows + 0.1 * len(runs))
         handles = _draw_curves(figure, plot, runs, rows)
     else:
         bars = {run.label: run.time_s() for run in runs} if plot.name == "time" else _times_of_ranks(runs[0])
         has_long_names = plot.name == "time" and len(runs) > 1
-        figure.set_size_inches(width, (1.3 if width == WIDE else 1.9) + (0.65 if has_long_names else 0.4) * len(bars))
+        figure.set_size_inches(width, (1.3 if width == _WIDE else 1.9) + (0.65 if has_long_names else 0.4) * len(bars))
         handles = _draw_time(figure, bars, has_long_names)
     if handles:
-        fitting = LEGEND_COLUMNS * width
+        fitting = _LEGEND_COLUMNS * width
         widths = [len(str(handle.get_label())) + 6 for handle in handles]
         columns = len(handles) if sum(widths) <= fitting else max(1, int(fitting // max(widths)))
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
@@ -216,14 +176,12 @@ def _draw_curves(figure: Figure, plot: Plot, runs: list[Run], rows: int) -> list
             # As a part of the plot's diagonal, so that markers keep their distance; a single point would get none.
             style = look | {"markevery": 0.03 if len(points) > 1 else 1} | curve.style
             style |= {"marker": look["marker"]} if len(points) == 1 else {}  # a line of one point is none
-            values = [point.value for point in points]
-            by_epoch.plot([point.epoch for point in points], values, **style)
-            by_time.plot([point.elapsed_s / unit_s for point in points], values, **style)
+            draw_curve(by_epoch, by_time, points, unit_s, style)
     by_epoch.set(xlabel="epoch", ylabel=plot.label, xlim=(0, None))
     by_time.set(xlabel=f"time ({unit})", xlim=(0, None), ylabel=plot.label if rows > 1 else "")
     grey: dict[str, Any] = {"color": LIGHT["muted"], "linestyle": ":"}
     if plot.name == "accuracy":
-        by_epoch.yaxis.set_major_formatter(lambda value, _position: f"{100 * value:.4g}{SPACE}%")
+        by_epoch.yaxis.set_major_formatter(format_percent)
         targets = {run.figures()["target"] for run in runs}
         for target in sorted(target for target in targets if target > 0):
             text = f"target {format_figure(target, '{:.1%}')}"
@@ -237,11 +195,29 @@ def _draw_curves(figure: Figure, plot: Plot, runs: list[Run], rows: int) -> list
     return handles
 
 
+def draw_curve(
+    by_epoch: Axes, by_time: Axes, points: list[Point], unit_s: float, look: dict[str, Any], label: str | None = None
+) -> None:
+    """Draw a curve on two axes.
+
+    Args:
+        by_epoch: Axes of values by epoch.
+        by_time: Axes of values by time.
+        points: Points of the curve.
+        unit_s: Unit of time, in seconds.
+        look: Style of the line and its markers, as of `Axes.plot`.
+        label: Name of the curve in the legend; None: it has none.
+    """
+    values = [point.value for point in points]
+    by_epoch.plot([point.epoch for point in points], values, **look, label=label)
+    by_time.plot([point.elapsed_s / unit_s for point in points], values, **look)
+
+
 def _times_of_ranks(run: Run) -> dict[str, dict[str, float]]:
     """Return each rank's seconds in each section; of many ranks those that waited for data the shortest and longest."""
     ranks = sorted(run.ranks(), key=lambda rank: number(rank.get("wait_share"), 0.0))
-    if len(ranks) > MAX_RANKS:
-        ranks = ranks[: MAX_RANKS // 2] + ranks[-MAX_RANKS // 2 :]
+    if len(ranks) > _MAX_RANKS:
+        ranks = ranks[: _MAX_RANKS // 2] + ranks[-_MAX_RANKS // 2 :]
     ranks.sort(key=lambda rank: number(rank.get("rank"), 0.0))
     return {f"rank {format_value(rank.get('rank'))}": seconds_of([rank]) for rank in ranks}
 
@@ -278,3 +254,29 @@ def _draw_time(figure: Figure, times: dict[str, dict[str, float]], has_long_name
         axes.text(0, i - height / 2 - 0.05, name, color=LIGHT["muted"], va="bottom")
     axes.grid(visible=False, axis="y")
     return handles
+
+
+def draw_text_pages(tables_by_heading: Mapping[str, Tables]) -> Iterator[Figure]:
+    """Yield as many pages of text as tables take; those below each heading begin on a page of their own."""
+    from matplotlib.figure import Figure
+
+    for heading, tables in tables_by_heading.items():
+        lines = _lay_out(tables)
+        for first in range(0, len(lines), _NUM_LINES):
+            figure = Figure(figsize=_PAGE_INCHES)
+            figure.text(0.05, 0.97, heading, va="top", weight="bold")
+            text = "\n".join(lines[first : first + _NUM_LINES])
+            figure.text(0.05, 0.94, text, va="top", family="monospace", size=8, linespacing=1.2)
+            yield figure
+
+
+def _lay_out(tables: Tables) -> list[str]:
+    """Return the lines of some tables: a title, and below it names with their values, which may take several lines."""
+    lines: list[str] = []
+    for title, table in tables.items():
+        lines += ["", title] if lines else [title]
+        for name, value in table.items():
+            columns = wrap(name, _NAME_WIDTH) or [""], wrap(value, _VALUE_WIDTH)
+            for left, right in zip_longest(*columns, fillvalue=""):
+                lines.append(f"  {left:{_NAME_WIDTH}}  {right}".rstrip())
+    return lines

@@ -9,7 +9,7 @@ SECTIONS = dict.fromkeys(("size", "start_size", "eval_size", "crop", "backend", 
 SECTIONS |= {"preconditioner": "optimizer", "grad_worker_fraction": "kfac"}
 
 
-class Settings(NamedTuple):
+class RecipeSettings(NamedTuple):
     """Those settings of a recipe that advice depends on, with their defaults; 0 or "" where the recipe has "none".
 
     They are in the recipe's section `train`, except those in SECTIONS, and described there.
@@ -41,12 +41,12 @@ class Settings(NamedTuple):
     checkpoint_every_minutes: float = 10.0
 
 
-def read_settings(recipe: Mapping[str, Any]) -> Settings:
+def read_settings(recipe: Mapping[str, Any]) -> RecipeSettings:
     """Return a recipe's settings; those that are missing or of another type, as in an old file, have their defaults."""
     values = {}
-    for name, default in Settings._field_defaults.items():
+    for name, default in RecipeSettings._field_defaults.items():
         section = recipe.get(SECTIONS.get(name, "train"))
         value = section.get(name, default) if isinstance(section, dict) else default
         value = type(default)() if value is None else value
         values[name] = value if type(value) is type(default) else default
-    return Settings(**values)
+    return RecipeSettings(**values)

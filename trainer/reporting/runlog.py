@@ -24,7 +24,7 @@ STEP_SECTIONS = ("wait", "forward_backward", "optimizer")
 SECTIONS = (*START_SECTIONS, *STEP_SECTIONS, "evaluation", "checkpoint", "other")
 BESIDE_TRAINING = (*START_SECTIONS, "evaluation", "checkpoint")  # not in the time that images/s refers to
 # Of a line about K-FAC: a resumed run counts from 0 again.
-COUNTED_BY_PROCESS = ("factor_updates", "solution_updates", "clipped", "clip_steps")
+_COUNTED_BY_PROCESS = ("factor_updates", "solution_updates", "clipped", "clip_steps")
 DATA_BOUND_SHARE = 0.1  # of wait_share: below a tenth, a faster loader would gain little
 
 Line = dict[str, Any]
@@ -69,9 +69,9 @@ class Run:
 
     def _target(self) -> float:
         """Return the last one: a run that is resumed may have another."""
-        train = (self.header.get("recipe") or {}).get("train") or {}
-        lines = [line for line in [train, *self.resumes, self.end or {}] if "target_accuracy" in line]
-        return number(lines[-1]["target_accuracy"]) if lines else math.nan
+        lines = [recipe_section(self.header, "train"), *self.resumes, self.end or {}]
+        targets = [line["target_accuracy"] for line in lines if "target_accuracy" in line]
+        return number(targets[-1]) if targets else math.nan
 
     def _figures_so_far(self, target: float) -> Line:
         accuracies = [(number(line.get("val_accuracy")), line.get("elapsed_s")) for line in self.epochs]
@@ -167,7 +167,7 @@ def _lines(text: str) -> Iterator[Line]:
 def _collect(header: Line, lines: list[Line]) -> Run:
     """Sort lines by their event; those after a resumed run's checkpoint count only as it wrote them again."""
     run = Run(header, written_at=number(lines[-1].get("written_at")))
-    before = dict.fromkeys(COUNTED_BY_PROCESS, 0)  # by the processes before the last resume
+    before = dict.fromkeys(_COUNTED_BY_PROCESS, 0)  # by the processes before the last resume
     for line in lines:
         match line["event"]:
             case "train":
@@ -182,10 +182,8 @@ def _collect(header: Line, lines: list[Line]) -> Run:
             case "resume" | "roll_back" as event:
                 (run.resumes if event == "resume" else run.roll_backs).append(line)
                 step = number(line.get("step"))
-                run.train = [line for line in run.train if number(line.get("step")) <= step]
-                run.epochs = [line for line in run.epochs if number(line.get("step")) <= step]
-                run.skips = [line for line in run.skips if number(line.get("step")) <= step]
-                run.kfac = [line for line in run.kfac if number(line.get("step")) <= step]
+                for known in (run.train, run.epochs, run.skips, run.kfac):
+                    known[:] = [line for line in known if number(line.get("step")) <= step]
                 run.end = None
                 if event == "resume":
                     before = {key: run.kfac[-1].get(key, 0) if run.kfac else 0 for key in before}
@@ -205,3 +203,18 @@ def _with_cosines(line: Line) -> Line:
 def number(value: object, default: float = math.nan) -> float:
     """Return a number from JSON as a float; `default` for anything else, and where it would overflow."""
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else default
+
+
+def recipe_section(header: Line, name: str) -> dict[str, Any]:
+    """Return a section of the recipe in a run's first line; empty where there is none."""
+    recipe = header.get("recipe") or {}
+    return recipe[name] if isinstance(recipe.get(name), dict) else {}
+
+
+def finite(value: Any) -> Any:
+    """Return a value, or values in a dict or a list, with None in place of NaN and infinity, which JSON lacks."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list) else value

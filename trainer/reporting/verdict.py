@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from datapipe.console import format_count
 
-from .recipe_settings import Settings
+from .recipe_settings import RecipeSettings
 
 WORTH = 0.1  # the share of the time from which on it is worth to change something
-FULL = 0.9  # the share of the memory from which on a larger batch hardly fits
-ROOMY = 0.5  # the share of the memory below which twice the batch fits
-SOONEST = 2  # the first step that PowerSGD can begin with
-SMALL_MIB = 2  # gradients below this are too few to be divided
-MIB = 2**20
-NAMES = {
+_FULL = 0.9  # the share of the memory from which on a larger batch hardly fits
+_ROOMY = 0.5  # the share of the memory below which twice the batch fits
+_SOONEST = 2  # the first step that PowerSGD can begin with
+_SMALL_MIB = 2  # gradients below this are too few to be divided
+_MIB = 2**20
+_NAMES = {
     "data": "waiting for data",
     "host": "the host",
     "communication": "communication",
@@ -45,7 +45,7 @@ class Figures(NamedTuple):
         is_staged: Whether data is read from a copy on the node's own disk.
     """
 
-    settings: Settings
+    settings: RecipeSettings
     shares: dict[str, float]
     step_s: float
     images_per_s: float
@@ -59,15 +59,15 @@ class Figures(NamedTuple):
     loader_threads: int
     is_staged: bool
 
-    def duration(self, *rows: str) -> str:
-        """Return how much of a step rows of a trace took, as text."""
-        return format_duration(self.step_s * sum(self.shares[row] for row in rows))
+    def duration(self, row: str) -> str:
+        """Return how much of a step a row of a trace took, as text."""
+        return format_seconds(self.step_s * self.shares[row])
 
 
-def format_duration(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return a duration with as many digits as mean something.
 
-    >>> format_duration(0.01234), format_duration(13.5225)
+    >>> format_seconds(0.01234), format_seconds(13.5225)
     ('12.3 ms', '13.5 s')
     """
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
@@ -82,21 +82,21 @@ def find_bound(figures: Figures) -> str:
     most = max(("data", "host", "communication"), key=lambda row: figures.shares[row])
     if figures.shares[most] < WORTH:
         return "compute"
-    return "memory" if most != "data" and figures.memory_share >= FULL else most
+    return "memory" if most != "data" and figures.memory_share >= _FULL else most
 
 
 def advise(figures: Figures) -> list[str]:
     """Return the verdict and the advice: the first line says what bounds the run, each other one what may help."""
     bound = find_bound(figures)
-    step = f"each step of {format_duration(figures.step_s)}"
+    step = f"each step of {format_seconds(figures.step_s)}"
     if bound == "memory":
         rest = figures.shares["host"] + figures.shares["communication"]
         lines = [
             f"memory bounds this run: {figures.memory_share:.0%} is in use, and no larger batch fits, which would "
             f"share among more images the {rest:.0%} of {step} that the host and communication take"
         ]
-        return lines + advise_memory(figures)
-    lines = [f"{NAMES[bound]} bounds this run: {figures.shares[bound]:.0%} of {step}", *_ADVICE[bound](figures)]
+        return lines + _advise_memory(figures)
+    lines = [f"{_NAMES[bound]} bounds this run: {figures.shares[bound]:.0%} of {step}", *_ADVICE[bound](figures)]
     if bound == "compute":
         lines.append(
             f"otherwise a network of fewer than {figures.num_parameters:,} parameters, an input of fewer than "
@@ -108,7 +108,7 @@ def advise(figures: Figures) -> list[str]:
 
 def describe_full_memory(figures: Figures) -> list[str]:
     """Return a line where the memory is nearly full."""
-    if not figures.memory_share >= FULL:
+    if not figures.memory_share >= _FULL:
         return []
     return [f"memory: {figures.memory_share:.0%} is in use, so that a larger batch hardly fits"]
 
@@ -119,7 +119,7 @@ def advise_data(figures: Figures) -> list[str]:
     lines: list[str] = []
     is_scaled = settings.crop == "random_resized" or {settings.start_size, settings.eval_size} - {0, settings.size}
     can_stay = settings.order == "full" and settings.io in ("", "cached") and not is_scaled
-    if settings.backend != "resident" and can_stay and figures.memory_share < ROOMY:
+    if settings.backend != "resident" and can_stay and figures.memory_share < _ROOMY:
         lines.append(
             f"data.backend = 'resident' (now '{settings.backend}') decodes images once that are all of {settings.size} "
             f"px; they have to fit into memory, of which {figures.memory_share:.0%} is in use"
@@ -158,20 +158,20 @@ def _advise_host(figures: Figures) -> list[str]:
 
 
 def _advise_communication(figures: Figures) -> list[str]:
-    settings, sent_mib = figures.settings, 4 * figures.num_parameters / MIB
+    settings, sent_mib = figures.settings, 4 * figures.num_parameters / _MIB
     lines = [_advise_bucket(settings.bucket_mib, sent_mib)]
     can_change = settings.preconditioner == "none" or settings.grad_worker_fraction > 0
-    if settings.powersgd_rank and settings.powersgd_start_step > SOONEST:
+    if settings.powersgd_rank and settings.powersgd_start_step > _SOONEST:
         lines.append(
             f"train.powersgd_rank = {settings.powersgd_rank} begins at step {settings.powersgd_start_step}; until then "
-            f"gradients are sent whole: train.powersgd_start_step = {SOONEST} to see in a few steps what it saves"
+            f"gradients are sent whole: train.powersgd_start_step = {_SOONEST} to see in a few steps what it saves"
         )
     elif can_change and not settings.powersgd_rank and settings.gradient_dtype == "float32":
         lines.append(
             f"train.gradient_dtype = 'bfloat16' (now 'float32') sends {sent_mib / 2:,.1f} MiB of gradients per step, "
             f"not {sent_mib:,.1f}"
         )
-        is_much = sent_mib >= SMALL_MIB and figures.shares["communication"] >= 2 * WORTH  # half of it would be, too
+        is_much = sent_mib >= _SMALL_MIB and figures.shares["communication"] >= 2 * WORTH  # half of it would be, too
         if is_much and settings.when_diverged == "stop" and settings.precision != "fp16":
             lines.append(
                 f"train.powersgd_rank = 4 (now 'none') sends two narrow matrices in place of each layer's part of the "
@@ -190,7 +190,7 @@ def _advise_communication(figures: Figures) -> list[str]:
 def _advise_bucket(bucket_mib: int, sent_mib: float) -> str:
     """Return what to do about the size of the parts in which gradients are sent."""
     parts, name = max(1, math.ceil(sent_mib / bucket_mib)), f"train.bucket_mib = {bucket_mib}"
-    if sent_mib < SMALL_MIB:
+    if sent_mib < _SMALL_MIB:
         return f"{name} has no influence: {sent_mib:,.1f} MiB of gradients are sent as 1 part"
     if parts == 1:
         return (
@@ -205,7 +205,7 @@ def _advise_bucket(bucket_mib: int, sent_mib: float) -> str:
 
 def advise_compute(figures: Figures) -> list[str]:
     """Return what may make computing faster."""
-    settings, step = figures.settings, f"in a step of {format_duration(figures.step_s)}"
+    settings, step = figures.settings, f"in a step of {format_seconds(figures.step_s)}"
     lines: list[str] = []
     lines += _advise_16_bits(settings, "is faster, where the device has units for them")
     if not settings.channels_last:
@@ -214,12 +214,12 @@ def advise_compute(figures: Figures) -> list[str]:
         lines.append(f"train.compile = true (now false): fused kernels, {step}")
     if figures.device == "cpu" and figures.threads < figures.cores:
         lines.append(f"OMP_NUM_THREADS = {figures.cores} (now {figures.threads}): each rank has {figures.cores} cores")
-    if figures.device == "cuda" and figures.memory_share < ROOMY:
+    if figures.device == "cuda" and figures.memory_share < _ROOMY:
         lines.append(_describe_larger_batch(figures, "fills the device better"))
-    return lines + (_advise_fewer_parts(figures) if figures.memory_share < ROOMY else [])
+    return lines + (_advise_fewer_parts(figures) if figures.memory_share < _ROOMY else [])
 
 
-def advise_memory(figures: Figures) -> list[str]:
+def _advise_memory(figures: Figures) -> list[str]:
     """Return what may make room in memory for a larger batch."""
     settings, share = figures.settings, f"{figures.memory_share:.0%}"
     lines: list[str] = []
@@ -238,7 +238,7 @@ def advise_memory(figures: Figures) -> list[str]:
     return lines
 
 
-def _advise_16_bits(settings: Settings, effect: str) -> list[str]:
+def _advise_16_bits(settings: RecipeSettings, effect: str) -> list[str]:
     """By "auto", a run in float32 is on a device without such units."""
     if settings.precision not in ("off", "tf32"):
         return []
@@ -248,7 +248,7 @@ def _advise_16_bits(settings: Settings, effect: str) -> list[str]:
 def _describe_larger_batch(figures: Figures, effect: str) -> str:
     """Propose twice the batch, or the largest that fits if memory grows with it; a multiple of the ranks' parts."""
     each, parts = figures.settings.batch_size // figures.world_size, figures.settings.accumulation_steps
-    factor = min(2.0, FULL / figures.memory_share)
+    factor = min(2.0, _FULL / figures.memory_share)
     larger = max(each // parts + 1, int(each * factor) // parts) * parts * figures.world_size
     return (
         f"train.batch_size = {larger} (now {figures.settings.batch_size}, {each} per rank) {effect}; "

@@ -10,8 +10,8 @@ from .page import write_report
 from .runlog import NAME, read_run
 
 logger = logging.getLogger(__name__)
-LOOK_S = 2.0
-REFRESH_S = 5
+_LOOK_S = 2.0
+_REFRESH_S = 5
 
 
 def watch_report(runs: list[Path], out: Path) -> Path:
@@ -38,13 +38,13 @@ def watch_report(runs: list[Path], out: Path) -> Path:
             logger.info("waiting for %s", ", ".join(str(run / NAME) for run in missing))
         elif sizes != seen:
             have_ended = all(_has_ended(run) for run in runs)
-            path = write_report(runs, out, None if have_ended else REFRESH_S)
+            path = write_report(runs, out, None if have_ended else _REFRESH_S)
             if not seen or have_ended:
                 logger.info("%s", path)
             if have_ended:
                 return path
         seen = sizes
-        time.sleep(LOOK_S)
+        time.sleep(_LOOK_S)
 
 
 def _size(run: Path) -> int:

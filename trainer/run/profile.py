@@ -27,7 +27,7 @@ from ..reporting.metrics import hardware, memory_bytes
 from ..reporting.recipe_settings import read_settings
 from ..reporting.timing import Clock
 from ..reporting.trace import Span, chrome_trace, compute_shares
-from ..reporting.verdict import Figures, advise, find_bound, format_duration
+from ..reporting.verdict import Figures, advise, find_bound, format_seconds
 from .job import Job, make_run_folder, open_job, open_world
 from .loop import do_steps
 from .rehearsal import rehearse
@@ -234,7 +234,7 @@ def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
 def _show(figures: Figures, shares: tuple[dict[str, float], ...], world: World, lines: list[str], path: Path) -> str:
     names = [f"rank {rank} ({host})" for rank, host in enumerate(world.host_of)] or ["rank 0"]
     width = max(map(len, names))
-    text = [f"{figures.images_per_s:,.0f} images/s, {format_duration(figures.step_s)} a step", ""]
+    text = [f"{figures.images_per_s:,.0f} images/s, {format_seconds(figures.step_s)} a step", ""]
     text.append(f"{'':{width}}  waiting for data  computing  communication  host")
     for name, share in zip(names, shares, strict=True):
         data, compute, communication, host = (share[row] for row in ("data", "compute", "communication", "host"))

@@ -22,7 +22,7 @@ from datapipe.loaders.native_pixels import choose_native
 from ..optim.kfac import preconditioner_counts
 from ..ranks.world import gather, sum_over_ranks
 from ..reporting import metrics, mlperf
-from ..reporting.kfac_advice import advise_kfac, describe_kfac
+from ..reporting.changes import advise_kfac, describe_kfac
 from ..reporting.runlog import FORMAT, wait_share
 from ..reporting.summary import summary
 from .job import Job

@@ -211,7 +211,8 @@ def test_no_run_there(tmp_path, name):
 def test_the_command(five, command, tmp_path):
     a, b = five("a"), five("b", val_samples=5)
     assert json.loads(command("trainer", "compare", a, "--json").stdout)["num_reached"] == 5
-    assert "B/A" in command("trainer", "compare", a, five("c")).stdout
+    compared = command("trainer", "compare", a, five("c")).stdout
+    assert "B/A" in compared and "91.20\N{NO-BREAK SPACE}%" in compared
     assert "error: A and B: both are " in command("trainer", "compare", a, a / "seed-0" / "..").stderr
     refused = command("trainer", "compare", a, b)
     assert (refused.returncode, refused.stdout) == (

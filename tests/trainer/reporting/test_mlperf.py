@@ -15,7 +15,7 @@ from tests.processes import clean_environment
 from tests.trainer.runs import DISTURBED
 from trainer.config.recipe import load_recipe
 from trainer.reporting import page
-from trainer.reporting.mlperf import NAME, read_labels, write_log
+from trainer.reporting.mlperf import LOG_NAME, read_labels, write_log
 from trainer.reporting.runlog import read_run
 from trainer.run.run import RunOptions, run
 
@@ -40,7 +40,7 @@ def log(packed, recipe_file, tmp_path_factory):
         out = tmp_path_factory.mktemp("logged") / "run"
         changes = ["train.target_accuracy=0.01", "train.epochs=4", "train.evaluate_every=3"]
         assert run(load_recipe(str(recipe_file), changes), packed, out) == 0
-    return (out / NAME).read_text().splitlines()
+    return (out / LOG_NAME).read_text().splitlines()
 
 
 def parse(lines):
@@ -146,10 +146,10 @@ def test_a_run_that_was_killed_and_resumed(server, packed, recipe_file, check, t
     words = ["train", recipe_file, "--data", packed, "--out", out, "--device", "cpu"]
     killed = server.run(DISTURBED, "kill", 15, 0, *words, env=clean_environment(MLPERF_ORG="us"))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (out / NAME).exists()
+    assert not (out / LOG_NAME).exists()
     monkeypatch.setattr(page, "write_plots", lambda *_: [])
     page.write_report([out], out)
-    lines = (out / NAME).read_text().splitlines()
+    lines = (out / LOG_NAME).read_text().splitlines()
     code, said = check(lines)
     assert code == 0, said
     assert parse(lines)[-1]["metadata"] == {"status": "aborted"}
@@ -160,7 +160,7 @@ def test_a_run_that_was_killed_and_resumed(server, packed, recipe_file, check, t
     monkeypatch.setenv("MLPERF_ORG", "us")
     assert run(recipe, packed, out, RunOptions(resume=True, device="cpu")) == 0
     page.write_report([out], out)
-    lines = (out / NAME).read_text().splitlines()
+    lines = (out / LOG_NAME).read_text().splitlines()
     code, said = check(lines)
     assert code == 0 and "WARNING" not in said, said
     counts = Counter(line["key"] for line in parse(lines))
@@ -302,7 +302,7 @@ def test_metrics_of_an_earlier_version_give_no_log(tmp_path):
     for key in ("written_at", "elapsed_s", "mlperf", "peak_lr"):
         del line[key]
     assert written(tmp_path, line) is None
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / LOG_NAME).exists()
 
 
 def test_a_status_that_mlperf_does_not_know(packed, recipe_file, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from trainer.config.sections import Data, Train
 from trainer.optim.kfac import Settings as KfacSettings
 from trainer.optim.settings import OptimizerSettings
-from trainer.reporting.recipe_settings import SECTIONS, Settings, read_settings
+from trainer.reporting.recipe_settings import SECTIONS, RecipeSettings, read_settings
 from trainer.reporting.trace import ROWS
 from trainer.reporting.verdict import Figures, advise, find_bound
 
@@ -22,7 +22,9 @@ def figures(compute=1.0, data=0.0, communication=0.0, host=0.0, settings=None, *
         "hosts": 1, "num_parameters": RESNET50, "threads": 4, "cores": 4, "loader_threads": 4,
         "is_staged": True,
     }  # fmt: skip
-    return Figures(Settings(**{"size": 224, "batch_size": 256, "compile": True} | (settings or {})), **values | changes)
+    return Figures(
+        RecipeSettings(**{"size": 224, "batch_size": 256, "compile": True} | (settings or {})), **values | changes
+    )
 
 
 DATA = {"data": 0.5, "compute": 0.5}
@@ -174,12 +176,12 @@ def test_every_line_has_a_number_and_a_size_that_a_batch_can_have():
 
 def test_settings_are_those_of_a_recipe():
     sections = {"train": Train, "data": Data, "optimizer": OptimizerSettings, "kfac": KfacSettings}
-    for name, default in Settings._field_defaults.items():
+    for name, default in RecipeSettings._field_defaults.items():
         field = sections[SECTIONS.get(name, "train")].model_fields[name]
         assert field.is_required() or (field.default or type(default)()) == default, name
 
 
 def test_settings_of_an_old_or_foreign_file():
     recipe = {"train": {"bucket_mib": 50, "powersgd_rank": None, "compile": "<b>"}, "data": "x", "kfac": [1]}
-    assert read_settings(recipe) == Settings(bucket_mib=50)
-    assert read_settings({}) == Settings()
+    assert read_settings(recipe) == RecipeSettings(bucket_mib=50)
+    assert read_settings({}) == RecipeSettings()

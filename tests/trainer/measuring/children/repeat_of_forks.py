@@ -37,7 +37,7 @@ def fork(command: Sequence[str]) -> Training:
     if pid == 0:
         os.setpgid(0, 0)
         runpy.run_path(str(Path(__file__).with_name("held.py")))
-        for number in repeat.SIGNALS:
+        for number in repeat._SIGNALS:
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         files = [os.open(os.devnull, os.O_RDWR), os.dup(2), os.dup(2)]
         leave(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainer.reporting.kfac_advice import advise_kfac, describe_kfac
+from trainer.reporting.changes import advise_kfac, describe_kfac
 
 
 @pytest.mark.parametrize(
