@@ -16,9 +16,9 @@ from datapipe.cluster import name_rank
 
 from .parameters import (
     Changes,
-    Data,
+    DataFolder,
     Device,
-    LocalCheckpoints,
+    LocalFolder,
     MaxRestarts,
     MaxTime,
     RankTimeout,
@@ -47,7 +47,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command()
 def train(
     recipe: RecipeName,
-    data: Data,
+    data: DataFolder,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run, for metrics, checkpoint and report.")],
     changes: Changes = None,
     resume: Annotated[
@@ -59,7 +59,7 @@ def train(
     rank_timeout: RankTimeout = 120,
     stop_signals: StopSignals = "TERM,INT,USR1,USR2",
     max_time: MaxTime = None,
-    local_checkpoints: LocalCheckpoints = None,
+    local_checkpoints: LocalFolder = None,
     log: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Also log to csv, tensorboard, or what a package adds; repeatable."),
@@ -110,7 +110,7 @@ def launch(
     stage: Stage = None,
     limit: Annotated[str | None, typer.Option("--time", metavar="TIME", help="Of a job, such as 4:00:00.")] = None,
     max_restarts: MaxRestarts = None,
-    local_checkpoints: LocalCheckpoints = None,
+    local_checkpoints: LocalFolder = None,
     changes: Changes = None,
     option: Annotated[
         list[str] | None,
@@ -153,7 +153,7 @@ def launch(
 @app.command()
 def profile(
     recipe: RecipeName,
-    data: Data,
+    data: DataFolder,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for trace.json.gz and profile.json.")],
     steps: Annotated[int, typer.Option(metavar="N", help="How many to time, and to trace.")] = 20,
     changes: Changes = None,

@@ -19,7 +19,9 @@ RecipeName = Annotated[
     str,
     typer.Argument(metavar="RECIPE", help="Built-in recipe, or path of a .toml file.", autocompletion=complete_recipe),
 ]
-Data = Annotated[Path, typer.Option(metavar="DIR", help="Packed data set: the folder that holds train/ and val/.")]
+DataFolder = Annotated[
+    Path, typer.Option(metavar="DIR", help="Packed data set: the folder that holds train/ and val/.")
+]
 Changes = Annotated[
     list[str] | None,
     typer.Option(
@@ -30,7 +32,7 @@ Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto (GPUs where th
 Stage = Annotated[
     Path | None, typer.Option(metavar="LOCAL", help="First stage --data to this folder on each node's own disk.")
 ]
-LocalCheckpoints = Annotated[
+LocalFolder = Annotated[
     Path | None,
     typer.Option(metavar="LOCAL", help="Write checkpoints to a node's own disk first, and copy them meanwhile."),
 ]

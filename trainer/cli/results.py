@@ -10,7 +10,7 @@ import typer
 
 from datapipe.console import print_lines
 
-from .parameters import Changes, Data, Device, RecipeName, Stage, complete_recipe
+from .parameters import Changes, DataFolder, Device, RecipeName, Stage, complete_recipe
 
 
 def report(
@@ -46,7 +46,7 @@ def report(
 
 def repeat(
     recipe: RecipeName,
-    data: Data,
+    data: DataFolder,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs: each goes to seed-K in it.")],
     seeds: Annotated[int, typer.Option(metavar="N", help="How many, from the recipe's own seed on.")] = 5,
     changes: Changes = None,
