@@ -34,7 +34,7 @@ Kind = type[BaseModel]
 RECIPE_INTRODUCTION = (
     "A recipe is a TOML file. An unknown key, a value of another type or a value out of its range is an error that",
     'names the setting, its value and what is allowed. The word `"none"` stands for no value: TOML has no null. How to',
-    "choose settings is described in [Training](../training.md) and [K-FAC](../kfac.md).",
+    "choose settings is described in [Recipes](../explanation/recipes.md) and [K-FAC](../explanation/kfac.md).",
 )
 RECIPE_HEADER = ("| key | what it is | type | default |", "| --- | --- | --- | --- |")
 
@@ -83,7 +83,7 @@ def encoders_table() -> str:
         "",
         f"Medians and ranges of {settings['rounds']} runs of one thread, which took turns, on {environment['cpu']};",
     ]
-    lines += [f"{sizes} ([record](../benchmarks/results/encoders.json)).", ""]
+    lines += [f"{sizes} ([record](../../benchmarks/results/encoders.json)).", ""]
     return "\n".join(lines)
 
 
@@ -108,7 +108,7 @@ def faults_table() -> str:
         f"{settings['rounds']} runs; one that takes more than {settings['cap_s']:g} s is the last of its kind. Then "
         "the exit code of what was started; whom the output blames; and the seconds of training before the fault that "
         f"no checkpoint holds. torch {torch}, {versions} "
-        "([record](../benchmarks/results/faults.json)).",
+        "([record](../../benchmarks/results/faults.json)).",
     ]
     lines += [f"Without {system}: {reason}." for system, reason in record["absent"].items()]
     return "\n".join([*lines, ""])
@@ -124,7 +124,7 @@ def sharedfs_table() -> str:
     lines = [
         NOTE,
         "",
-        "![Seconds until the first batch, of the first epoch, and of later ones](figures/sharedfs-light.svg)",
+        "![Seconds until the first batch, of the first epoch, and of later ones](../figures/sharedfs-light.svg)",
         "",
         "| way | staging, s | first batch, s | first epoch, s | later epochs, s | metadata calls "
         "| MB read from the shared filesystem |",
@@ -153,7 +153,7 @@ def sharedfs_table() -> str:
         f"Medians and ranges of {record['rounds']} runs of ours, and {record['peer_rounds']} of the others. Calls "
         "and MB are those of staging and the first epoch, then of the last. The "
         f"bandwidth alone imposes {floors['bandwidth_s']:.1f} s per epoch "
-        "([record](../benchmarks/results/sharedfs.json)).",
+        "([record](../../benchmarks/results/sharedfs.json)).",
     ]
     lines += [f"Without {name}: {reason}." for name, reason in record["absent"].items()]
     return "\n".join([*lines, ""])
@@ -168,8 +168,8 @@ def stage_nodes_table() -> str:
     lines = [
         NOTE,
         "",
-        "![MB/s of staging beside programs that copy](figures/stage-local-light.svg)",
-        "![Seconds of staging to four nodes, and until their first batch](figures/stage-nodes-light.svg)",
+        "![MB/s of staging beside programs that copy](../figures/stage-local-light.svg)",
+        "![Seconds of staging to four nodes, and until their first batch](../figures/stage-nodes-light.svg)",
         "",
         "| four nodes | until the last copy, s | imports left out, s | until the last first batch, s "
         "| read ÷ data set | CPU s |",
@@ -186,7 +186,7 @@ def stage_nodes_table() -> str:
     lines += [
         "",
         f"Medians and ranges of {record['rounds']} runs, {settings['bytes'] / 1e6:,.0f} MB; the bandwidth alone "
-        f"imposes {settings['floor_s']:.1f} s ([record](../benchmarks/results/stage.json)).",
+        f"imposes {settings['floor_s']:.1f} s ([record](../../benchmarks/results/stage.json)).",
     ]
     lines += [f"Without {name}: {reason}." for name, reason in record["nodes"]["absent"].items()]
     return "\n".join([*lines, ""])
@@ -220,7 +220,7 @@ def stage_scale_table() -> str:
         f"gives {settings['shared_bps'] / 1e9:g} GB/s, and the network {settings['network_bps'] / 1e9:g} GB/s to each "
         f"node, whose disk takes {settings['disk_bps'] / 1e9:g} GB/s and holds {settings['disk_bytes'] / 1e12:g} TB. "
         "*unstaged* is one epoch. "
-        "An asterisk: a part was planned, and the rest multiplied up ([record](../benchmarks/results/stage.json)).",
+        "An asterisk: a part was planned, and the rest multiplied up ([record](../../benchmarks/results/stage.json)).",
         "",
     ]
     return "\n".join(lines)
@@ -247,7 +247,7 @@ class Parameter:
 
 def commands_page() -> str:
     lines = [NOTE, "", "# Commands", ""]
-    lines += ["Every command has `--help`. [Exit codes](../troubleshooting.md#exit-codes) are the same for all.", ""]
+    lines += ["Every command has `--help`. [Exit codes](troubleshooting.md#exit-codes) are the same for all.", ""]
     for program, app in (("datapipe", datapipe_cli.app), ("trainer", trainer_cli.app)):
         lines += [f"## {program}", "", _escaped(_paragraph(app.info.help)), ""]
         for command in app.registered_commands:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-INCLUDED = ("encoders.md", "faults.md", "sharedfs.md", "stage-nodes.md", "stage-scale.md")  # in pages of docs/
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
 
 
@@ -26,8 +25,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
-        if page.name in INCLUDED:
-            target = (page.parents[1] / name).resolve()
         assert target.exists(), f"{page.name}: {link} leads nowhere"
         assert target.is_relative_to(ROOT), f"{page.name}: {link} leads out of the repository"
         if anchor:

@@ -112,7 +112,7 @@ def test_the_properties_are_those_that_may_be_changed():
 
 def test_the_documentation_names_each_setting_with_its_default():
     """A row of the table may have several, separated by commas."""
-    page = (Path(__file__).parents[3] / "docs" / "kfac.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "explanation" / "kfac.md").read_text(encoding="utf-8")
     rows = page.partition("| setting | meaning | default |\n")[2].partition("\n\n")[0].splitlines()[1:]
     defaults = {}
     for row in rows:
