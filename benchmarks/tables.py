@@ -14,8 +14,8 @@ Record = Mapping[str, Any]
 
 def write_tables() -> dict[str, list[str]]:
     """Return the lines of each table, by the name of its page."""
-    tables = {"encoders": encoders, "faults": faults, "sharedfs": sharedfs, "stage-nodes": stage_nodes,
-              "stage-scale": stage_scale}  # fmt: skip
+    tables = {"encoders": encoders, "faults": faults, "losses": losses, "sharedfs": sharedfs,
+              "stage-nodes": stage_nodes, "stage-scale": stage_scale}  # fmt: skip
     records = {name: RESULTS / f"{name.partition('-')[0]}.json" for name in tables}
     return {name: table(json.loads(records[name].read_text())) for name, table in tables.items()}
 
@@ -50,7 +50,7 @@ def encoders(record: Record) -> list[str]:
     return [
         *markdown(["what is done", "by", "CPU-seconds", "times ours", "peak MB"], rows, texts=2),
         f"Medians and ranges of {rounds} runs of one thread, which took turns, on {cpu};",
-        f"{sizes} ([record](../benchmarks/results/encoders.json)).",
+        f"{sizes} ([record](../../benchmarks/results/encoders.json)).",
     ]
 
 
@@ -67,8 +67,29 @@ def faults(record: Record) -> list[str]:
         f"{settings['rounds']} runs; one that takes more than {cap_s:g} s is the last of its kind. Then "
         "the exit code of what was started; whom the output blames; and the seconds of training before the fault that "
         f"no checkpoint holds. torch {torch}, {versions} "
-        "([record](../benchmarks/results/faults.json)).",
+        "([record](../../benchmarks/results/faults.json)).",
         *without(record["absent"]),
+    ]
+
+
+def losses(record: Record) -> list[str]:
+    """Tell what an exchange costs when a node is lost in it."""
+    settings, lost = record["settings"], record["lost"]
+    undisturbed_s = lost["none"]["wall_s"]["median"]
+    rows = []
+    for fault, its in lost.items():
+        rest_s = its.get("without_naming_s", its["wall_s"])["median"]
+        read = its["read_bytes"]["median"] / settings["bytes"]
+        rows.append(
+            [fault, spread(its, "wall_s"), spread(its, "named_s"), f"{rest_s / undisturbed_s:.2f}", f"{read:.2f}"]
+        )
+    header = ["lost", "until the last copy, s", "until all name it, s", "the rest ÷ undisturbed", "read ÷ data set"]
+    return [
+        *markdown(header, rows),
+        f"Medians and ranges of {record['rounds']} runs on {settings['nodes']} network hosts, "
+        f"{settings['bytes'] / 1e6:,.0f} MB in shards of {settings['shard_mib']} MiB, from a filesystem that gives "
+        f"{settings['mbps']:g} MB/s in all; `--timeout {settings['timeout_s']}`. *The rest* is the time without that "
+        "until all have named the lost node ([record](../../benchmarks/results/losses.json)).",
     ]
 
 
@@ -91,14 +112,14 @@ def sharedfs(record: Record) -> list[str]:
     seconds = ("staging", "first batch", "first epoch", "later epochs")
     header = ["way", *(f"{what}, s" for what in seconds), "metadata calls", "MB read from the shared filesystem"]
     return [
-        "![Seconds until the first batch, of the first epoch, and of later ones](figures/sharedfs-light.svg)",
+        "![Seconds until the first batch, of the first epoch, and of later ones](../figures/sharedfs-light.svg)",
         "",
         *markdown(header, ways),
         *markdown(["packing, once", "wall s", "metadata calls", "MB read", "CPU s"], prepared),
         f"Medians and ranges of {record['rounds']} runs of ours, and {record['peer_rounds']} of the others. Calls "
         "and MB are those of staging and the first epoch, then of the last. The "
         f"bandwidth alone imposes {record['floors']['bandwidth_s']:.1f} s per epoch "
-        "([record](../benchmarks/results/sharedfs.json)).",
+        "([record](../../benchmarks/results/sharedfs.json)).",
         *without(record["absent"]),
     ]
 
@@ -115,12 +136,12 @@ def stage_nodes(record: Record) -> list[str]:
     header = ["four nodes", "until the last copy, s", "imports left out, s", "until the last first batch, s",
               "read ÷ data set", "CPU s"]  # fmt: skip
     return [
-        "![MB/s of staging beside programs that copy](figures/stage-local-light.svg)",
-        "![Seconds of staging to four nodes, and until their first batch](figures/stage-nodes-light.svg)",
+        "![MB/s of staging beside programs that copy](../figures/stage-local-light.svg)",
+        "![Seconds of staging to four nodes, and until their first batch](../figures/stage-nodes-light.svg)",
         "",
         *markdown(header, rows),
         f"Medians and ranges of {record['rounds']} runs, {settings['bytes'] / 1e6:,.0f} MB; the bandwidth alone "
-        f"imposes {settings['floor_s']:.1f} s ([record](../benchmarks/results/stage.json)).",
+        f"imposes {settings['floor_s']:.1f} s ([record](../../benchmarks/results/stage.json)).",
         *without(nodes["absent"]),
     ]
 
@@ -144,7 +165,7 @@ def stage_scale(record: Record) -> list[str]:
         f"gives {settings['shared_bps'] / 1e9:g} GB/s, and the network {settings['network_bps'] / 1e9:g} GB/s to each "
         f"node, whose disk takes {settings['disk_bps'] / 1e9:g} GB/s and holds {settings['disk_bytes'] / 1e12:g} TB. "
         "*unstaged* is one epoch. "
-        "An asterisk: a part was planned, and the rest multiplied up ([record](../benchmarks/results/stage.json)).",
+        "An asterisk: a part was planned, and the rest multiplied up ([record](../../benchmarks/results/stage.json)).",
     ]
 
 

@@ -88,9 +88,25 @@ def _plain_docstring(app: Sphinx, what: str, name: str, thing: object, options: 
     lines[:] = "`".join(parts).splitlines()
 
 
+def _name_cells(app: Sphinx, page: str, template: str, context: dict[str, str], tree: object) -> None:
+    """Give each cell of a table its column's name, which stands before it where the screen is narrow (site.css)."""
+
+    def named(table: re.Match[str]) -> str:
+        columns = [re.sub("<[^>]+>", "", text).strip() for text in re.findall(r"<th.*?</th>", table[0], re.DOTALL)]
+        rows = table[0].split("<tr")
+        for number, row in enumerate(rows):
+            for column in columns:
+                row = re.sub(r"<td(?! data-)", f'<td data-column="{column}"', row, count=1)
+            rows[number] = row
+        return "<tr".join(rows)
+
+    context["body"] = re.sub(r"<table.*?</table>", named, context.get("body", ""), flags=re.DOTALL)
+
+
 def setup(app: Sphinx) -> None:
     """Equations become MathML, which browsers draw themselves: the site loads nothing from elsewhere."""
     app.connect("autodoc-process-docstring", _plain_docstring)
+    app.connect("html-page-context", _name_cells)
     app.add_transform(DarkTwins)
     app.add_html_math_renderer("mathml", (_visit_math, None), (_visit_display_math, None))
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from datapipe import cli as datapipe_cli
 from trainer import cli as trainer_cli
-from trainer.config.recipe import Recipe, built_in, load_recipe
+from trainer.config.recipe import Recipe
 
 FOLDER = Path(__file__).parent / "reference"
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,8 @@ Kind = type[BaseModel]
 RECIPE_INTRODUCTION = (
     "A recipe is a TOML file. An unknown key, a value of another type or a value out of its range is an error that",
     'names the setting, its value and what is allowed. The word `"none"` stands for no value: TOML has no null. How to',
-    "choose settings is described in [Training](../training.md) and [K-FAC](../kfac.md).",
+    "choose settings is described in [What fast recipes are made of](../explanation/recipes.md).",
+    "[Built-in recipes](built-in-recipes.md) are examples.",
 )
 RECIPE_HEADER = ("| key | what it is | type | default |", "| --- | --- | --- | --- |")
 
@@ -68,7 +69,7 @@ class Parameter:
 
 def commands_page() -> str:
     lines = [NOTE, "", "# Commands", ""]
-    lines += ["Every command has `--help`. [Exit codes](../troubleshooting.md#exit-codes) are the same for all.", ""]
+    lines += ["Every command has `--help`. [Exit codes](troubleshooting.md#exit-codes) are the same for all.", ""]
     for program, app in (("datapipe", datapipe_cli.app), ("trainer", trainer_cli.app)):
         lines += [f"## {program}", "", _escaped(_paragraph(app.info.help)), ""]
         for command in app.registered_commands:
@@ -163,19 +164,6 @@ def recipe_page() -> str:
             lines += [f"## {section}", "", *_union(section, kinds)]
         elif kinds:
             lines += [f"## {section}", "", *_text(kinds[0]), *_table(kinds[0], section, [*kinds[0].model_fields])]
-    lines += ["## Built-in recipes", ""]
-    for name, path in built_in().items():
-        source = " ".join(load_recipe(name).source.split())
-        lines += [
-            f"### {name}",
-            "",
-            _escaped(source),
-            "",
-            "```toml",
-            path.read_text(encoding="utf-8").strip(),
-            "```",
-            "",
-        ]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -68,7 +68,7 @@ def test_the_costs_in_the_documentation() -> None:
     """The table of memory and traffic is what the formula says of ResNet-50."""
     with torch.device("meta"):
         network = models.build("resnet50", num_classes=1000, in_channels=3)
-    page = (Path(__file__).parents[2] / "docs" / "kfac.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "kfac-in-figures.md").read_text()
     table = page.partition("| ranks | workers per layer |")[2].partition("\n\n")[0].splitlines()[2:]
     rows = 0
     for line in table:

@@ -8,7 +8,7 @@ from pathlib import Path
 import datapipe.errors
 import trainer.errors
 
-PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "troubleshooting.md"
 
 
 def test_every_error_is_explained() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-INCLUDED = ("encoders.md", "faults.md", "sharedfs.md", "stage-nodes.md", "stage-scale.md")  # in pages of docs/
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
 
 
@@ -26,8 +27,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
-        if page.name in INCLUDED:
-            target = (page.parents[1] / name).resolve()
         assert target.exists(), f"{page.name}: {link} leads nowhere"
         assert target.is_relative_to(ROOT), f"{page.name}: {link} leads out of the repository"
         if anchor:
@@ -36,3 +35,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize(("folder", "most"), [("tutorials", 120), ("how-to", 40), ("explanation", 120)])
+def test_guides_are_short_and_begin_with_what_to_do(folder: str, most: int) -> None:
+    """Code, or a picture, within the first ten lines."""
+    guides = sorted((ROOT / "docs" / folder).glob("*.md"))
+    assert guides
+    for guide in guides:
+        lines = guide.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= most, f"{guide.name} has {len(lines)} lines"
+        assert any(line.startswith(("```", "![")) for line in lines[:10]), guide.name

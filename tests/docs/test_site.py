@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+NARROW = 400  # of a screen, in pixels
+TOO_WIDE = """() => [document.documentElement, ...document.querySelectorAll("article table, .table-wrapper")]
+    .filter(e => e.scrollWidth > Math.min(e.clientWidth, innerWidth) + 1)
+    .map(e => `${e.tagName} ${e.scrollWidth} ${e.textContent.trim().slice(0, 40)}`)"""
 
 pytest.importorskip("furo")
 pytest.importorskip("myst_parser")
@@ -25,16 +30,38 @@ def build(source: Path, out: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.slow
-def test_the_site_is_built(tmp_path: Path) -> None:
-    done = build(ROOT / "docs", tmp_path)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    done = build(ROOT / "docs", out)
     assert done.returncode == 0, done.stderr
-    for page in ("index", "quickstart", "format", "kfac", "reference/cli", "reference/recipe", "reference/api"):
-        assert (tmp_path / "html" / f"{page}.html").is_file()
-    kfac = (tmp_path / "html" / "kfac.html").read_text()
-    assert "<math" in kfac and "kfac-step-dark.svg" in kfac
+    return out / "html"
+
+
+@pytest.mark.slow
+def test_the_site_is_built(site: Path) -> None:
+    for page in ("index", "tutorials/quickstart", "explanation/kfac", "reference/format", "reference/api"):
+        assert (site / f"{page}.html").is_file()
+    kfac = (site / "explanation" / "kfac.html").read_text()
+    assert "<math" in kfac and "kfac-step-dark.svg" in (site / "explanation" / "kfac-in-figures.html").read_text()
     assert 'src="http' not in kfac and 'href="http://' not in kfac  # it loads nothing from elsewhere
-    assert "open_loader" in (tmp_path / "html" / "reference" / "api.html").read_text()
+    assert "open_loader" in (site / "reference" / "api.html").read_text()
+
+
+@pytest.mark.slow
+def test_no_page_is_wider_than_a_narrow_screen(site: Path) -> None:
+    """No table hides a column, and each cell has its column's name before it."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    with sync_api.sync_playwright() as started:
+        path = shutil.which("chromium") or started.chromium.executable_path
+        if not Path(path).exists():
+            pytest.skip("no Chromium is installed: apt install chromium, or playwright install chromium")
+        page = started.chromium.launch(executable_path=path).new_page(viewport={"width": NARROW, "height": 900})
+        for file in sorted(site.rglob("*.html")):
+            page.goto(file.as_uri())
+            assert page.evaluate(TOO_WIDE) == [], file.name
+        page.goto((site / "reference" / "optimizers.html").as_uri())
+        assert "90 %" in page.evaluate("getComputedStyle(document.querySelector('td + td'), '::before').content")
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
-"""Tables that restate what the code says: the format's fields, and the arguments of the loader."""
+"""Tables that restate what the code says: the format's fields, exit codes, recipes."""
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
 import numpy as np
 
-from datapipe import open_loader
 from datapipe.dataset.index import ENCODINGS, RECORD
 from datapipe.dataset.manifest import FORMAT_VERSION, SEAL, Manifest
 from datapipe.names import FORMATS, KINDS
@@ -16,12 +14,12 @@ from trainer.config import built_in
 from trainer.config.recipe import load_recipe
 from trainer.ranks.stop import SIGNALS, TEMPORARY_FAILURE, signal_of
 
-DOCS = Path(__file__).parents[2] / "docs"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
     """Return the cells of the first table under a heading."""
-    text = (DOCS / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
+    text = (REFERENCE / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
     table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines()[2:]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
 
@@ -46,21 +44,10 @@ def test_fields_of_the_index() -> None:
 
 
 def test_each_format_has_its_layout() -> None:
-    page = (DOCS / "format.md").read_text(encoding="utf-8")
+    page = (REFERENCE / "format.md").read_text(encoding="utf-8")
     assert [name for name in FORMATS if f"\n### {name}\n" not in page] == []
-    kinds = re.findall(r"^- .*\*\*", (DOCS / "packing.md").read_text().partition("## What is")[0], re.MULTILINE)
+    kinds = re.findall(r"^- .*\*\*", (REFERENCE / "sources.md").read_text().partition("## Splits")[0], re.MULTILINE)
     assert len(kinds) == len(KINDS) - 1  # CIFAR's two kinds are one line
-
-
-def test_arguments_of_the_loader() -> None:
-    table = rows("loader.md", "Arguments")
-    parameters = inspect.signature(open_loader).parameters
-    assert {name for cells in table for name in names(cells)} == {*parameters} - {"path"}
-    for cells in table:
-        defaults = [parameters[name].default for name in names(cells)]
-        if None not in defaults and inspect.Parameter.empty not in defaults:
-            stated = [text.strip("` \"'") for text in cells[2].split(",")]
-            assert stated == [f"{value:g}" if isinstance(value, float) else str(value) for value in defaults], cells
 
 
 def test_each_exit_code_is_described() -> None:
@@ -71,7 +58,7 @@ def test_each_exit_code_is_described() -> None:
 
 
 def test_each_recipe_is_in_the_table() -> None:
-    table = rows("recipes.md", "Those that are built in")
+    table = rows("built-in-recipes.md", "Those that are built in")
     assert sorted(re.findall("`(.+)`", cells[0])[0] for cells in table) == [*built_in()]
     for name, *_, measured in ([re.findall("`(.+)`", cells[0])[0], *cells[1:]] for cells in table):
         assert measured == "no" or "not run yet" not in load_recipe(name).source, name

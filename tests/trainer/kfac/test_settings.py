@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 from dataclasses import FrozenInstanceError, fields
-from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -110,17 +108,3 @@ def test_the_properties_are_those_that_may_be_changed():
     for name in properties:
         setattr(preconditioner, name, OTHER_VALUES[name])
         assert getattr(preconditioner, name) == getattr(preconditioner.settings, name) == OTHER_VALUES[name]
-
-
-def test_the_documentation_names_each_setting_with_its_default():
-    """A row of the table may have several, separated by commas."""
-    page = (Path(__file__).parents[3] / "docs" / "kfac.md").read_text(encoding="utf-8")
-    rows = page.partition("| setting | meaning | default |\n")[2].partition("\n\n")[0].splitlines()[1:]
-    defaults = {}
-    for row in rows:
-        names, _, values = row.strip("|").split(" | ")
-        values = values.strip(" `").replace("None: as factors", "None")
-        defaults |= zip(re.findall(r"`(\w+)`", names), map(ast.literal_eval, values.split(", ")), strict=True)
-    parameters = inspect.signature(KFAC).parameters
-    assert parameters.keys() - defaults.keys() == {"model", "skip"}
-    assert defaults == {name: parameters[name].default for name in defaults}
