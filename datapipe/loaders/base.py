@@ -21,9 +21,8 @@ from ..errors import SettingError
 from ..sampling.augment import Crops, eval_crops, train_crops
 from ..sampling.block_order import num_lanes
 from ..sampling.order import KeyedPermutation, epoch_order, num_steps, slice_positions
-from .batch import Batch
+from .batch import NOT_PICKLED, Batch, TupleLoader
 from .options import LoaderOptions
-from .tuples import NOT_PICKLED, TupleLoader
 
 
 class Place(TypedDict, total=False):

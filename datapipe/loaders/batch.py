@@ -1,14 +1,21 @@
-"""What loaders give.
+"""What loaders give: batches, and the same as (images, labels).
 
 Shapes: B samples per batch, C channels, H and W pixels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, fields
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+
+NOT_PICKLED = (
+    "a loader cannot be pickled or copied: it has threads and open files. Call open_loader in the process that reads "
+    "the batches; state_dict() can be sent there"
+)
 
 
 @dataclass(frozen=True)
@@ -39,3 +46,45 @@ class Batch:
         """
         tensors = (getattr(self, field.name) for field in fields(self))
         return Batch(*(tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in tensors))
+
+
+class TupleLoader:
+    """A loader's batches as (images, labels), for loops that are written for `torch.utils.data.DataLoader`.
+
+    All else that is asked of it, the loader answers: they are one.
+
+    Slots that are not `valid` (padding, and bad samples) are left out, so that the last batch of an evaluation is
+    shorter, as DataLoader's is; on several ranks it may be empty on some, since all ranks have equally many batches.
+    """
+
+    def __init__(self, loader: Any) -> None:  # a Loader, which makes these
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Iterate over an epoch, as the loader does: (uint8[B, C, H, W], int64[B])."""
+        loader = self._loader
+        may_be_bad = loader.options.max_bad > 0
+        batches = iter(loader)
+        with closing(batches):
+            for batch in batches:
+                pair = batch.images, batch.labels
+                if may_be_bad or (loader.is_at_end and not loader.drop_last):  # else it need not wait for the device
+                    pair = batch.images[batch.valid], batch.labels[batch.valid]
+                del batch  # so that its memory is free for the next one
+                yield pair
+                del pair
+
+    def __enter__(self) -> TupleLoader:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._loader.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NOT_PICKLED)

@@ -20,7 +20,7 @@ from ..dataset.shard_reader import SLACK, ShardReader
 from ..errors import ShardReadError
 from ..sampling.block_order import NEVER, BlockOrder, Needs, grid, longest
 from ..sampling.cached_blocks import HORIZON, NextUses, choose_slot
-from .batch_memory import BatchMemory
+from .batch_slots import BatchMemory
 from .engine import Engine, SlotsT
 from .image_chunk import BlockedImages, ImageChunk
 from .indexed import IndexedSource

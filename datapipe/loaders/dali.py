@@ -22,7 +22,7 @@ from ..errors import DatapipeError, DecodeError, MissingBackendError, SettingErr
 from ..images.codec import encode_png
 from .base import DataDescription, Loader
 from .batch import Batch
-from .batch_memory import BatchMemory
+from .batch_slots import BatchMemory
 from .cpu import make_source
 from .device import dali_extra, read_driver, resolve_device, to_device
 from .engine import Delivery, Engine

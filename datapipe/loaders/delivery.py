@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from .batch import Batch
-from .batch_memory import BatchMemory
-from .batch_slots import Images
+from .batch_slots import BatchMemory, Images
 from .engine import Delivery, Engine
 
 ImagesT = TypeVar("ImagesT", bound=Images)

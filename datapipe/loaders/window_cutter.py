@@ -12,8 +12,7 @@ from ..images import Buffer
 from ..images.codec import read_header
 from ..images.jpeg import is_jpeg
 from ..images.window import Box, check_size, cut
-from .batch_memory import WindowMemory
-from .batch_slots import BatchSlots
+from .batch_slots import BatchSlots, WindowMemory
 from .engine import Decoder
 from .image_chunk import ImageChunk, PendingImage
 from .native_pixels import choose_native, do_jobs

@@ -10,7 +10,7 @@ from datapipe import native
 from datapipe.dataset import DataSet
 from datapipe.loaders import native_pixels, window_cutter
 from datapipe.loaders.base import DataDescription
-from datapipe.loaders.batch_memory import WindowMemory
+from datapipe.loaders.batch_slots import WindowMemory
 from datapipe.loaders.cpu import make_source
 from datapipe.loaders.engine import Delivery, Engine
 from datapipe.loaders.image_chunk import ImagesInMemory
