@@ -7,9 +7,8 @@ import torch
 from datapipe.dataset import DataSet
 from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import open_loader
-from datapipe.loaders.gpu_pixels import crop_resize_flip_batch, fits, make_pixels_loader
-from datapipe.loaders.indexed import IndexedSource
-from datapipe.loaders.painter import crop_resize_flip
+from datapipe.loaders.cpu import holds_pixels_of_one_size, make_pixels_loader
+from datapipe.loaders.resize import crop_resize_flip, crop_resize_flip_batch
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment, train_crops
 
@@ -45,10 +44,9 @@ def test_boxes_beyond_the_image():
 def test_a_loader_that_leaves_all_to_the_device(image_folder, tmp_path, format):
     pack(image_folder, tmp_path, PackOptions(format=format, workers=1, recode=RecodeOptions(store="raw", size=48)))
     with DataSet(tmp_path / "train") as data_set:
-        assert fits(data_set)
+        assert holds_pixels_of_one_size(data_set)
         with open_loader(tmp_path / "train", 61, size=32, augment=Augment("random_resized")) as reference:
-            source = IndexedSource(data_set, reference.options)
-            loader = make_pixels_loader(data_set, source, reference.options, torch.device("cpu"))
+            loader = make_pixels_loader(data_set, reference.options)
             ((mine,), (wanted,)) = list(loader), list(reference)
             assert loader.stages()["copy"] > 0
             loader.close()
@@ -60,7 +58,7 @@ def test_a_loader_that_leaves_all_to_the_device(image_folder, tmp_path, format):
 
 def test_encoded_images_do_not_fit(packed_folders):
     with DataSet(packed_folders["tar"] / "train") as data_set:
-        assert not fits(data_set)
+        assert not holds_pixels_of_one_size(data_set)
 
 
 @pytest.mark.parametrize("flip", [False, True])
