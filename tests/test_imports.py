@@ -100,7 +100,7 @@ PACKAGES = {
     "pyarrow": [f"datapipe/sources/parquet{part}.py" for part in ("", "_columns", "_rows")],
     "scipy": ["datapipe/sources/imagenet_labels.py"],
     "webdataset": ["datapipe/loaders/tar_streams.py"],
-    "braceexpand": ["datapipe/loaders/tar_streams.py"],
+    "braceexpand": ["datapipe/loaders/webdataset.py"],
     "nvidia": ["datapipe/loaders/dali.py"],
     "mpi4py": ["datapipe/jobgroup/mpi.py"],
     "simplejpeg": ["datapipe/images/codec.py"],

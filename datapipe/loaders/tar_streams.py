@@ -1,4 +1,4 @@
-"""Tar shards as streams of samples, through the webdataset library, and how many each of them holds.
+"""Tar shards as streams of samples, through the webdataset library: the source of the backend of that name.
 
 A shard is a file (a Path) or a URL (a str). Only what users themselves give is ever a URL, which the library opens and
 may run as a command: what a folder or a manifest names is a file, whatever it is called.
@@ -6,11 +6,10 @@ may run as a command: what a folder or a manifest names is a file, whatever it i
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import re
 import signal
+import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -18,33 +17,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO, NamedTuple
 
-import torch
-import xxhash
+import numpy as np
 
-from ..dataset.manifest import MANIFEST, Manifest
-from ..errors import (
-    DatapipeError,
-    DecodeError,
-    ManifestError,
-    MissingBackendError,
-    SettingError,
-    ShardReadError,
-    SourceError,
-)
-from ..formats.naming import IMAGES, LABELS, read_label, split_name
-from ..formats.tar_listing import list_members
-from .base import DataDescription, Place
+from ..errors import DatapipeError, DecodeError, MissingBackendError, ShardReadError
+from ..formats.naming import IMAGES, LABELS, read_label
+from ..images.codec import read_header
+from ..native import JOB
+from ..sampling.augment import scales
+from ..sampling.order import BUFFER, permutation, uniform
+from .base import Place
+from .batch_slots import BatchSlots, ChunkReport
+from .engine import Engine, SlotsT, Source
+from .image_chunk import ImageChunk, ImagesInMemory
 from .options import LoaderOptions
-from .tar_splits import shards_of_split
-from .threads import call_in_time
 
-RAISED = {kind.__name__: kind for kind in (DecodeError, ManifestError, ShardReadError)}  # by ranks that count
-logger = logging.getLogger(__name__)
-
-COUNTED = 100  # samples counted at a time: that takes less than `timeout_s`, where the whole shard may not
-MAX_SAMPLES = 1 << 32  # in a shard; so that no sum of them passes 64 bits
-LINE_CHARS = 100  # of the first line of DALI's index, which is a version and a number
-NUMBER = re.compile(r"\d{1,18}")  # fits into 64 bits
+_SHUFFLED = 1000  # samples that the next one is drawn from, as in WebDataset's examples
+_CLASS_NUMBER = re.compile(r"\d{1,18}")  # fits into 64 bits
 
 Shard = Path | str
 
@@ -65,7 +53,7 @@ def read_samples(shard: Shard, streams: list[BinaryIO]) -> Generator[Sample]:
 
     Raises ShardReadError.
     """
-    tar = _import_webdataset().tariterators
+    tar = import_webdataset().tariterators
     stream, after = None, ""
     try:
         stream = shard.open("rb") if isinstance(shard, Path) else tar.gopen.gopen(shard)
@@ -95,7 +83,7 @@ def _read_sample(shard: Shard, parts: dict) -> Sample:
         names = ", ".join(name for name in parts if not name.startswith("__"))
         raise DecodeError(f"has no image ({', '.join(IMAGES)}), but {names}", **place)
     label = read_label(str(shard), key, {name: parts[name] for name in LABELS if name in parts})
-    if not NUMBER.fullmatch(label):
+    if not _CLASS_NUMBER.fullmatch(label):
         message = f"its label is not the number of a class, {label!r}: `datapipe pack` numbers names"
         raise DecodeError(message, **place)
     return Sample(-1, shard, key, int(label), image)
@@ -125,150 +113,167 @@ def _descendants(process: int) -> list[int]:
     return [process, *(each for child in children for each in _descendants(int(child)))]
 
 
-def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int], DataDescription]:
-    """List the shards at a path, count their samples, and describe their images as far as that is known.
+class StreamedBatch(NamedTuple):
+    """What is known of a batch."""
+
+    epoch: int
+    samples: list[Sample]  # of the first slots
+
+
+class ShardPart(NamedTuple):
+    """What a rank reads of a shard."""
+
+    shard: int
+    skip: int  # samples
+    take: int  # samples, behind those
+
+
+class TarStreams(Source):
+    """The samples of tar shards, one behind the other. `samples` of a batch count through the shards as they are named.
 
     Args:
-        path: A folder, or URLs.
-        options: Options of the loader, with the split if a folder has shards of several.
-
-    Returns:
-        The shards, the number of samples of each, and what is known of all.
-
-    Raises:
-        ManifestError: The shards or their samples are missing.
-        SettingError: It is not clear which shards are meant, or they are not tar files.
+        shards: Shards in the order of their names.
+        counts: The number of samples in each.
+        options: Options of the loader.
     """
-    _import_webdataset()
-    shards, manifest = call_in_time(options.timeout_s, path, "opening the data set", _list_shards, path, options.split)
-    if manifest is not None:
-        counts = [shard.num_samples for shard in manifest.shards]
-        width, height = manifest.width, manifest.height
-        smallest = None if width is None or height is None else (width, height)
-        checksum, classes = _checksum(shards, counts), tuple(manifest.classes)
-        return (
-            shards,
-            counts,
-            DataDescription(
-                sum(counts), manifest.num_classes, manifest.channels, width, height, smallest, checksum, classes
-            ),
-        )
-    if not shards:
-        raise ManifestError("holds no tar shards", path=path)
-    if not sum(counts := _count_all(shards, options)):
-        raise ManifestError("its tar shards hold no samples", path=path)
-    return shards, counts, DataDescription(sum(counts), None, 3, None, None, None, _checksum(shards, counts))
 
+    def __init__(self, shards: list[Shard], counts: list[int], options: LoaderOptions) -> None:
+        self._shards, self._counts, self.options = shards, counts, options
+        self._firsts = np.cumsum([0, *counts]).tolist()
+        self._shard = shards[0]  # that is being read
+        self._streams: list[BinaryIO] = []  # that are being read
 
-def _list_shards(path: str, split: str | None) -> tuple[list[Shard], Manifest | None]:
-    if not os.path.isdir(path):  # a Path would raise where a command is longer than a name may be
-        if split is not None:
-            raise SettingError(f"split: {split!r} has no meaning for what is not a folder; leave it out")
-        import braceexpand
+    def identity(self) -> dict[str, int | str]:
+        return {"world_size": self.options.world_size}
 
-        return [url for part in path.split("::") if part for url in braceexpand.braceexpand(part)], None
-    folder = Path(path)
-    if not (folder / MANIFEST).exists():
-        return [folder / name for name in shards_of_split(folder, split)], None
-    manifest = Manifest.read(folder)
-    if split not in (None, manifest.split):
-        raise SettingError(f"split: {split!r} is not in {folder}, which holds split {manifest.split}")
-    stored = "raw pixels" if manifest.recode.get("store") == "raw" else f"{manifest.format} shards"
-    if stored != "tar shards":
-        raise SettingError(f"backend: 'webdataset' reads image files in tar shards, and {folder} holds {stored}")
-    return [folder / shard.name for shard in manifest.shards], manifest
+    def place(self, slots: BatchSlots, slot: int) -> Place:
+        sample: Sample = slots.known.samples[slot]
+        return {**locate(sample.shard), "key": sample.key}
 
+    def explain_wait(self) -> tuple[Place, str]:
+        return locate(self._shard), ""
 
-def _checksum(shards: list[Shard], counts: list[int]) -> str:
-    names = [(str(shard).rpartition("/")[2], count) for shard, count in zip(shards, counts, strict=True)]
-    return xxhash.xxh3_128_hexdigest(json.dumps(names).encode())
+    def interrupt(self) -> None:
+        end_commands(self._streams)
 
+    def forget_files(self) -> None:
+        self._streams = []
 
-def _count_all(shards: list[Shard], options: LoaderOptions) -> list[int]:
-    """Count the samples in each shard. Ranks that can talk to each other share the work."""
-    shared = options.world_size > 1 and torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not shared:
-        return [_count(shard, options.timeout_s) for shard in shards]
-    counts: dict[int, int] = {}
-    failure = None
-    try:
-        mine = range(options.rank, len(shards), options.world_size)
-        counts = {i: _count(shards[i], options.timeout_s) for i in mine}
-    except DatapipeError as error:  # all ranks take part in what follows, or those that do would wait forever
-        failure = [type(error).__name__, error.message, error.path and str(error.path), error.shard, error.key]
-    from ..jobgroup.store import gather_bytes
+    def close(self) -> None:
+        self._streams = []
 
-    for its in gather_bytes(json.dumps([[*counts.items()], failure]).encode()):
-        its_counts, failure = json.loads(its)
-        if failure is not None:
-            kind, message, path, shard, key = failure
-            raise RAISED.get(kind, DatapipeError)(message, path=path, shard=shard, key=key)
-        counts |= dict(its_counts)
-    return [counts[i] for i in range(len(shards))]
+    # --- in the consumer ---
 
+    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range) -> Generator[SlotsT]:
+        batch_size = self.options.batch_size
+        parts = rank_parts(self._counts, self.options, epoch)
+        total = sum(part.take for part in parts)
+        samples = self._shuffle(parts, epoch) if self.options.train else self._stream(parts)
+        stream = islice(samples, steps.start * batch_size, None)  # those before are read, not decoded
+        try:
+            for step in steps:
+                count = max(0, min(batch_size, total - step * batch_size))
+                slots = engine.delivery.new_slots(engine.positions(step), count)
+                slots.tasks.append(engine.threads.read.submit(self._read, engine, epoch, slots, stream))
+                yield slots
+        finally:
+            engine.threads.read.submit(samples.close)  # behind what it is reading
 
-def _count(shard: Shard, timeout_s: float) -> int:
-    known = call_in_time(timeout_s, shard, "counting its samples", _read_count, shard)
-    if known is not None:
-        return known
-    logger.info("counting the samples of %s, once", shard)
-    streams: list[BinaryIO] = []
-    samples, count, keys = read_samples(shard, streams), 0, set[str]()
-    try:
-        while more := call_in_time(timeout_s, shard, "counting its samples", _some_keys, samples):
-            count += len(more)
-            keys.update(more)
-    except BaseException:
-        end_commands(streams)
-        raise
-    if isinstance(shard, Path):
-        skipped = call_in_time(timeout_s, shard, "listing its members", _keys_beside, shard, keys)
-        if skipped:
-            logger.warning(
-                "%s: %s of its samples are not read, such as %s: they lie behind an end mark, or are links, which the "
-                "webdataset library skips; `datapipe pack` reads them",
-                shard, f"{len(skipped):,}", skipped[0],
-            )  # fmt: skip
-    return count
+    # --- in the reading thread ---
 
+    def _stream(self, parts: list[ShardPart]) -> Generator[Sample]:
+        """Iterate over the samples of some parts of shards, in order."""
+        for number, skip, take in parts:
+            self._shard = shard = self._shards[number]
+            samples, num_read, count = read_samples(shard, self._streams), 0, self._counts[number]
+            for num_read, sample in enumerate(islice(samples, skip, skip + take), 1):
+                if skip + num_read == count and next(samples, None) is not None:
+                    raise ShardReadError(f"holds more than the {count} samples that were noted of it", **locate(shard))
+                yield sample._replace(number=self._firsts[number] + skip + num_read - 1)
+            if num_read < take:
+                raise ShardReadError(f"ends after {skip + num_read} samples of {count}", **locate(shard))
+            samples.close()
 
-def _some_keys(samples: Iterator[Sample]) -> list[str]:
-    return [sample.key for sample in islice(samples, COUNTED)]
+    def _shuffle(self, parts: list[ShardPart], epoch: int) -> Generator[Sample]:
+        """Iterate over the samples of some parts of shards, each drawn from the next thousand."""
+        buffer: list[Sample] = []
+        stream, counter = self._stream(parts), self.options.rank << 32
+        while True:
+            buffer += islice(stream, _SHUFFLED - len(buffer))
+            if not buffer:
+                return
+            (draw,) = uniform(self.options.seed, epoch, BUFFER, np.array([counter]), 1)[0]
+            counter += 1
+            at = int(draw * len(buffer))
+            buffer[at], buffer[-1] = buffer[-1], buffer[at]
+            yield buffer.pop()
 
-
-def _keys_beside(shard: Path, keys: set[str]) -> list[str]:
-    """List the keys of samples that a shard holds, except those that were read of it."""
-    try:
-        with shard.open("rb") as file:
-            archive = list_members(file.fileno(), str(shard))
-    except (OSError, SourceError) as error:  # of what follows an end mark, since what precedes it was read
-        raise ShardReadError(f"cannot be listed: {error}", **locate(shard)) from error
-    named = (split_name(member.name) for member in archive.members)
-    known = {key.removeprefix("./") for key in keys}
-    return list(dict.fromkeys(key for key, extension in named if extension in IMAGES and key not in known))
-
-
-def _read_count(shard: Shard) -> int | None:
-    """Read from a file beside a shard how many samples it holds; None where there is no such file."""
-    beside = Path(shard)
-    try:
-        sizes, index = beside.with_name("sizes.json"), beside.with_suffix(".idx")
-        if os.path.exists(index):
-            with index.open() as file:
-                count = int(file.readline(LINE_CHARS).split()[1])
-        elif os.path.exists(sizes):
-            count = int(json.loads(sizes.read_text())[beside.name])
-        else:
+    def _read(self, engine: Engine[SlotsT], epoch: int, slots: SlotsT, stream: Iterator[Sample]) -> ChunkReport | None:
+        """Read a batch's samples, and have them decoded."""
+        if slots.abandoned:
             return None
-        if 0 <= count <= MAX_SAMPLES:
-            return count
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
-        pass
-    logger.warning("%s: the number of samples beside it cannot be read", shard)
-    return None
+        began = time.perf_counter()
+        slots.known = StreamedBatch(epoch, list(islice(stream, slots.count)))
+        engine.fill(slots)
+        return ChunkReport({"read": time.perf_counter() - began}, 0)
+
+    # --- in the decoding threads ---
+
+    def images(self, engine: Engine[SlotsT], slots: SlotsT, chunk: slice) -> ImageChunk:
+        known: StreamedBatch = slots.known
+        readable: list[int] = []  # slots
+        bad: dict[int, Exception] = {}
+        sizes: list[tuple[int, int]] = []
+        for slot in range(chunk.start, chunk.stop):
+            sample = known.samples[slot]
+            slots.samples[slot], slots.labels[slot] = sample.number, sample.label
+            try:
+                if sample.error is not None:
+                    raise sample.error
+                header = read_header(sample.data)
+                readable.append(slot)
+                sizes.append((header.width, header.height))
+            except (ValueError, DatapipeError) as error:
+                bad[slot] = error
+        jobs = np.zeros(len(readable), JOB)
+        jobs["width"], jobs["height"] = widths, heights = np.array(sizes, np.int32).reshape(-1, 2).T
+        if readable:
+            crops = engine.crops(known.epoch, slots.positions[readable], slots.samples[readable], widths, heights)
+            jobs["box"], jobs["flip"], jobs["scale"] = crops.boxes, crops.flips, scales(crops.boxes, engine.size)
+        images = ImagesInMemory(
+            readable, slots.samples[readable], jobs, [known.samples[slot].data for slot in readable]
+        )
+        images.bad = bad
+        return images
 
 
-def _import_webdataset() -> ModuleType:
+def rank_parts(counts: list[int], options: LoaderOptions, epoch: int) -> list[ShardPart]:
+    """List what a rank reads in an epoch, in order. Pure.
+
+    The ranks share the stream evenly: with `last` "drop" its whole global batches (the rest, of other shards in each
+    epoch, is left out), or else all samples, so that two ranks differ by one sample at most.
+
+    Args:
+        counts: The number of samples in each shard.
+        options: Options of the loader, with the rank.
+        epoch: Number of the epoch, from 0.
+    """
+    order = permutation(len(counts), options.seed, epoch).tolist() if options.train else range(len(counts))
+    total, ranks = sum(counts), options.world_size
+    if options.last_batch == "drop":
+        total = total // options.global_batch_size * options.global_batch_size
+    first, stop = total * options.rank // ranks, total * (options.rank + 1) // ranks
+    parts, at = [], 0
+    for shard in order:
+        low, high = max(first, at), min(stop, at + counts[shard])
+        if low < high:
+            parts.append(ShardPart(shard, low - at, high - low))
+        at += counts[shard]
+    return parts
+
+
+def import_webdataset() -> ModuleType:
+    """Return the webdataset library. Raises MissingBackendError."""
     try:
         import webdataset
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from datapipe.errors import DatapipeError, DecodeError, ManifestError, SettingError, ShardReadError
 from datapipe.loaders import open_loader
 from datapipe.loaders.options import LoaderOptions
-from datapipe.loaders.webdataset import rank_parts
+from datapipe.loaders.tar_streams import rank_parts
 from tests.waiting import limit_s
 
 webdataset = pytest.importorskip("webdataset")
@@ -205,7 +205,7 @@ def test_noted_counts_are_taken(foreign, tmp_path, note, monkeypatch):
             (tmp_path / f"part-{i:03}.idx").write_text(f"v1.2 {size}\n")
     if note == "sizes.json":
         (tmp_path / note).write_text("{" + ", ".join(f'"part-{i:03}.tar": {n}' for i, n in enumerate(SIZES)) + "}")
-    monkeypatch.setattr("datapipe.loaders.tar_streams.read_samples", lambda url: pytest.fail("it was read"))
+    monkeypatch.setattr("datapipe.loaders.webdataset.read_samples", lambda url: pytest.fail("it was read"))
     with open_loader(tmp_path, 4, backend="webdataset", size=16) as loader:
         assert loader.num_samples == sum(SIZES)
 
