@@ -17,6 +17,7 @@ import numpy as np
 
 from ..checks import checked_int
 from ..dataset import DataSet
+from ..dataset.manifest import Manifest
 from ..errors import SettingError
 from ..sampling.augment import Crops, eval_crops, train_crops
 from ..sampling.block_order import num_lanes
@@ -48,17 +49,22 @@ class DataDescription(NamedTuple):
     @classmethod
     def from_data_set(cls, data_set: DataSet) -> DataDescription:
         """Describe a packed data set."""
-        manifest, index = data_set.manifest, data_set.index
-        return cls(
-            num_samples=len(data_set),
-            num_classes=manifest.num_classes,
-            channels=manifest.channels,
-            width=manifest.width,
-            height=manifest.height,
-            smallest=(int(index["width"].min()), int(index["height"].min())),
-            checksum=manifest.index_checksum,
-            classes=tuple(manifest.classes),
-        )
+        index = data_set.index
+        smallest = int(index["width"].min()), int(index["height"].min())
+        return cls.from_manifest(data_set.manifest, smallest, data_set.manifest.index_checksum)
+
+    @classmethod
+    def from_manifest(cls, manifest: Manifest, smallest: tuple[int, int] | None, checksum: str) -> DataDescription:
+        """Describe a packed data set.
+
+        Args:
+            manifest: Manifest of the data set.
+            smallest: A width and a height, see above.
+            checksum: Checksum that tells it from other data sets.
+        """
+        width, height, classes = manifest.width, manifest.height, tuple(manifest.classes)
+        num_classes, channels = manifest.num_classes, manifest.channels
+        return cls(manifest.num_samples, num_classes, channels, width, height, smallest, checksum, classes)
 
 
 class Loader(ABC):

@@ -21,7 +21,7 @@ from .batch_slots import Images
 from .blocks import BlockSource
 from .delivery import HostDelivery
 from .device import resolve_device, to_device
-from .engine import Decoder, Engine
+from .engine import Decoder, Engine, SampleSource
 from .image_chunk import ImageChunk
 from .indexed import IndexedSource, open_for_loader
 from .options import LoaderOptions
@@ -39,12 +39,25 @@ def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = N
 
 def make_cpu_loader(data_set: DataSet, options: LoaderOptions) -> Engine[Images]:
     """Make a loader of an open data set, which it closes, that decodes on the processor."""
-    shape = (options.batch_size, options.size, options.size, data_set.manifest.channels)
-    delivery = HostDelivery(Images, shape, resolve_device(options.device))
-    return Engine(DataDescription.from_data_set(data_set), options, make_source(data_set, options), Painter(), delivery)
+    return make_decoding_loader(DataDescription.from_data_set(data_set), options, make_source(data_set, options))
 
 
-def make_pixels_loader(data_set: DataSet, options: LoaderOptions) -> Engine[Pixels]:
+def make_decoding_loader(data: DataDescription, options: LoaderOptions, source: SampleSource) -> Engine[Images]:
+    """Make a loader that decodes on the processor.
+
+    Args:
+        data: The data set.
+        options: Options of the loader.
+        source: SampleSource of its samples, which the loader closes.
+
+    Returns:
+        The loader.
+    """
+    shape = (options.batch_size, options.size, options.size, data.channels)
+    return Engine(data, options, source, Painter(), HostDelivery(Images, shape, resolve_device(options.device)))
+
+
+def make_pixels_loader(data_set: DataSet, options: LoaderOptions) -> Engine[WholeImages]:
     """Make a loader of an open data set, which it closes, that leaves all but copying to the device."""
     delivery, data = CutOnDevice(data_set, options), DataDescription.from_data_set(data_set)
     return Engine(data, options, make_source(data_set, options), PixelCopier(), delivery)
@@ -61,7 +74,7 @@ def holds_pixels_of_one_size(data_set: DataSet) -> bool:
     return manifest.width is not None and manifest.height is not None and data_set.holds_pixels()
 
 
-class Pixels(Images):
+class WholeImages(Images):
     """Slots with whole images, and what is cut out of each: `boxes` int32[B, 4] and `flips` bool[B]."""
 
     def __init__(self, positions: np.ndarray, count: int, images: np.ndarray) -> None:
@@ -71,10 +84,10 @@ class Pixels(Images):
         self.flips = np.zeros(len(positions), bool)
 
 
-class PixelCopier(Decoder[Pixels]):
+class PixelCopier(Decoder[WholeImages]):
     """Copies pixels as they are stored."""
 
-    def put(self, slots: Pixels, chunk: ImageChunk) -> dict[str, float]:
+    def put(self, slots: WholeImages, chunk: ImageChunk) -> dict[str, float]:
         began = time.perf_counter()
         for image in chunk.pending(range(len(chunk.slots)), slots):
             try:
@@ -89,7 +102,7 @@ class PixelCopier(Decoder[Pixels]):
         return {"copy": time.perf_counter() - began}
 
 
-class CutOnDevice(HostDelivery[Pixels]):
+class CutOnDevice(HostDelivery[WholeImages]):
     """Whole images, which the device cuts out of.
 
     Args:
@@ -102,12 +115,12 @@ class CutOnDevice(HostDelivery[Pixels]):
         if width is None or height is None:
             raise ValueError("the images have different sizes")
         shape = (options.batch_size, height, width, data_set.manifest.channels)
-        super().__init__(Pixels, shape, resolve_device(options.device))
+        super().__init__(WholeImages, shape, resolve_device(options.device))
 
     def set_size(self, size: int) -> None:
         """Leave the memory as it is: whole images are in it."""
 
-    def finish(self, slots: Pixels, engine: Engine[Pixels]) -> Batch:
+    def finish(self, slots: WholeImages, engine: Engine[WholeImages]) -> Batch:
         batch = super().finish(slots, engine)
         boxes, flips = (to_device(a, batch.images.device) for a in (slots.boxes, slots.flips))
         images_BHWC = batch.images.permute(0, 2, 3, 1)

@@ -33,8 +33,8 @@ from .window_cutter import EncodedImages, WindowCutter
 if TYPE_CHECKING:
     from nvidia.dali import Pipeline
 
-DEPTH = 2  # batches that DALI works on
-DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder takes
+_DEPTH = 2  # batches that DALI works on
+_DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder takes
 
 
 def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = None) -> Loader:
@@ -58,15 +58,15 @@ class DaliDelivery(Delivery[EncodedImages]):
         MissingBackendError: DALI is not installed.
     """
 
-    num_on_device = DEPTH - 1
+    num_on_device = _DEPTH - 1
 
     def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
         self._data_set, self._options = data_set, options
         self._size, self._channels = options.size, data_set.manifest.channels
         kinds = {ENCODINGS[number] for number in np.unique(data_set.index["encoding"])}
-        if not kinds <= DECODED:
+        if not kinds <= _DECODED:
             raise SettingError(
-                f"backend: 'dali' decodes images, and this data set holds {', '.join(sorted(kinds - DECODED))}; "
+                f"backend: 'dali' decodes images, and this data set holds {', '.join(sorted(kinds - _DECODED))}; "
                 "allowed: cpu"
             )
         self._device = resolve_device(options.device)

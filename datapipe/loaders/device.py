@@ -17,8 +17,8 @@ from ..errors import SettingError
 # For each major version of CUDA, newest first: the oldest driver that runs it
 # (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1), and a build of torch,
 # of those that there are for 2.13 and 2.14 (https://github.com/pytorch/pytorch/issues/190355).
-BUILDS = {13: (580, "cu130"), 12: (525, "cu126")}
-WHEELS = "https://download.pytorch.org/whl"
+_BUILDS = {13: (580, "cu130"), 12: (525, "cu126")}
+_WHEELS = "https://download.pytorch.org/whl"
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -132,7 +132,7 @@ def read_driver(root: Path = Path("/")) -> Driver | None:
 def dali_extra(driver: Driver | None) -> str:
     """Return the extra of pyproject.toml whose DALI runs with a driver: that of CUDA 12 with old ones."""
     major = int(driver.version.partition(".")[0] or 0) if driver else 0
-    return "dali12" if 0 < major < BUILDS[13][0] else "dali"
+    return "dali12" if 0 < major < _BUILDS[13][0] else "dali"
 
 
 def explain_unseen_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
@@ -165,7 +165,7 @@ def _reason(driver: Driver, version: str, cuda: str | None) -> str:
     if cuda is None:
         return f"torch {version} is a build without CUDA; {_build_for(major, version)}"
     built = f"torch {version} is built for CUDA {cuda}"
-    oldest, _ = BUILDS.get(int(cuda.partition(".")[0]), (0, ""))
+    oldest, _ = _BUILDS.get(int(cuda.partition(".")[0]), (0, ""))
     if major and major < oldest:
         return f"{built}, which needs driver {oldest} or newer; {_build_for(major, version)}"
     return (
@@ -176,14 +176,14 @@ def _reason(driver: Driver, version: str, cuda: str | None) -> str:
 
 def _build_for(major: int, version: str) -> str:
     """Say which wheel to install. `major`: of the driver's version, 0 where it is not known."""
-    builds = [build for oldest, build in BUILDS.values() if not major or major >= oldest]
+    builds = [build for oldest, build in _BUILDS.values() if not major or major >= oldest]
     if not builds:
-        oldest = min(oldest for oldest, _ in BUILDS.values())
+        oldest = min(oldest for oldest, _ in _BUILDS.values())
         return f"no build works with a driver as old as this one; have it updated to {oldest} or newer"
     # For an unknown driver the build for old ones: newer drivers run it as well.
     build = builds[0] if major else builds[-1]
     wheel = f"torch=={version.partition('+')[0]}+{build}"  # without the build, pip keeps a torch of the same version
-    return f"install one for this driver: pip install {wheel} --index-url {WHEELS}/{build}"
+    return f"install one for this driver: pip install {wheel} --index-url {_WHEELS}/{build}"
 
 
 def _error() -> str:

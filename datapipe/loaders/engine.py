@@ -1,9 +1,8 @@
 """The engine of loaders: threads fill the next few batches while the consumer has one.
 
-It is put together from three parts. A `Source` says which samples a batch has, and where their bytes are; a `Decoder`
-puts a chunk of images into their slots; a `Delivery` gives memory for slots, and makes a `Batch` of those that are
-full. How many batches are under way, waiting with a time limit, bad samples, and what a fork leaves behind are the same
-for all.
+It is put together from three parts. A source says which samples a batch has, and where their bytes are; a decoder puts
+a chunk of images into their slots; a delivery gives memory for slots, and makes a `Batch` of those that are full. How
+many batches are under way, waiting with a time limit, bad samples, and what a fork leaves behind are the same for all.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _R = TypeVar("_R")
 SlotsT = TypeVar("SlotsT", bound=BatchSlots)
 
 
-class Source(ABC):
+class SampleSource(ABC):
     """Where the bytes of an epoch's samples come from.
 
     Attributes:
@@ -158,7 +157,7 @@ class Engine(Loader, Generic[SlotsT]):
         self,
         data: DataDescription,
         options: LoaderOptions,
-        source: Source,
+        source: SampleSource,
         decoder: Decoder[SlotsT],
         delivery: Delivery[SlotsT],
     ) -> None:

@@ -21,7 +21,7 @@ from ..native import JOB
 from ..sampling.augment import scales
 from .base import Place
 from .batch_slots import BatchSlots
-from .engine import AHEAD, Engine, SlotsT, Source
+from .engine import AHEAD, Engine, SampleSource, SlotsT
 from .image_chunk import ImageChunk, IndexedImages
 from .options import LoaderOptions
 from .threads import call_in_time
@@ -57,7 +57,7 @@ def open_for_loader(path: Path | str, options: LoaderOptions, local: Path | None
         raise
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """What belongs into each slot that is not padding, in order."""
 
     samples: np.ndarray  # int64[N]
@@ -65,7 +65,7 @@ class Plan(NamedTuple):
     jobs: np.ndarray  # JOB[N]
 
 
-class IndexedSource(Source):
+class IndexedSource(SampleSource):
     """The samples of a packed data set in the order "full", or one behind the other. It closes the data set.
 
     Args:
@@ -134,7 +134,7 @@ class IndexedSource(Source):
             samples: The numbers of the samples at the first of the positions; the others have none.
 
         Returns:
-            The slots. What is `known` of them is the Plan, once it is made.
+            The slots. What is `known` of them is the BatchPlan, once it is made.
         """
         slots = engine.delivery.new_slots(positions, len(samples))
         slots.samples[: len(samples)] = samples
@@ -159,11 +159,11 @@ class IndexedSource(Source):
                 return
             self.data_set.reader.will_read(shard, offset, size)
 
-    def _plan(self, engine: Engine[SlotsT], epoch: int, slots: BatchSlots) -> Plan:
+    def _plan(self, engine: Engine[SlotsT], epoch: int, slots: BatchSlots) -> BatchPlan:
         samples, positions = slots.samples[: slots.count], slots.positions[: slots.count]
         jobs = np.zeros(len(samples), JOB)
         if not len(samples):
-            return Plan(samples, [], jobs)
+            return BatchPlan(samples, [], jobs)
         records = self.data_set.index[samples]
         slots.labels[: len(samples)] = records["label"]
         crops = engine.crops(epoch, positions, samples, records["width"], records["height"])
@@ -171,7 +171,7 @@ class IndexedSource(Source):
             jobs[name] = records[name]
         jobs["has_checksum"] = True
         jobs["box"], jobs["flip"], jobs["scale"] = crops.boxes, crops.flips, scales(crops.boxes, engine.size)
-        return Plan(samples, records["shard"].tolist(), jobs)
+        return BatchPlan(samples, records["shard"].tolist(), jobs)
 
 
 def _reads_slowly(engine: Engine[SlotsT]) -> bool:

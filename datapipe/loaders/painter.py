@@ -18,8 +18,8 @@ from .image_chunk import ImageChunk, PendingImage
 from .native_pixels import choose_native, decode_in_c
 from .resize import crop_resize_flip
 
-PIXEL_BYTES = 8 << 20  # of memory for decoded pixels per thread: about 16 windows
-CROP_BYTES = 1 << 20  # of memory for the pixels of one crop
+_PIXEL_BYTES = 8 << 20  # of memory for decoded pixels per thread: about 16 windows
+_CROP_BYTES = 1 << 20  # of memory for the pixels of one crop
 
 
 class Painter(Decoder[Images]):
@@ -46,8 +46,8 @@ class Painter(Decoder[Images]):
         spent_s["read"] += clock() - began
         began = clock()
         if not hasattr(self._local, "pixels"):
-            self._local.pixels = memoryview(bytearray(PIXEL_BYTES))
-            self._local.crop = np.empty(CROP_BYTES, np.uint8)
+            self._local.pixels = memoryview(bytearray(_PIXEL_BYTES))
+            self._local.crop = np.empty(_CROP_BYTES, np.uint8)
         pending, crop_memory = iter(_cut_windows(chunk, images)), self._local.crop
         stage_s = {"decode": 0.0, "resize": 0.0, **spent_s, "window": clock() - began}
         while True:
@@ -80,7 +80,7 @@ class Painter(Decoder[Images]):
                     memory = memory[part.pixels.size :]
             except (ValueError, DecodeError) as error:
                 chunk.bad[image.slot] = error
-            if len(memory) < PIXEL_BYTES // 4:
+            if len(memory) < _PIXEL_BYTES // 4:
                 break
         return decoded
 

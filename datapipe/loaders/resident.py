@@ -24,13 +24,13 @@ from .device import resolve_device, to_device
 from .indexed import open_for_loader
 from .options import LoaderOptions
 
-FILL_BATCH = 1024  # images that are decoded at a time
+_FILL_BATCH = 1024  # images that are decoded at a time
 
 
 def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = None) -> Loader:
     """Decode the data set at `path`, of which a copy arrives at `local`, into the memory of a device."""
     options.refuse_other_than("images that are decoded once", order="full", io="cached")
-    whole = replace(options, batch_size=FILL_BATCH, train=False, rank=0, world_size=1, last="pad", device="cpu")
+    whole = replace(options, batch_size=_FILL_BATCH, train=False, rank=0, world_size=1, last="pad", device="cpu")
     with open_for_loader(path, whole, local) as data_set, closing(make_cpu_loader(data_set, whole)) as source:
         return ResidentLoader(DataDescription.from_data_set(data_set), source, options)
 
@@ -68,7 +68,7 @@ class ResidentLoader(Loader):
         self._valid = torch.empty(self.num_samples, dtype=torch.bool, device=device)
         inside = slice(self._pad, self._pad + self.size)
         for number, batch in enumerate(source):
-            first, count = number * FILL_BATCH, min(FILL_BATCH, self.num_samples - number * FILL_BATCH)
+            first, count = number * _FILL_BATCH, min(_FILL_BATCH, self.num_samples - number * _FILL_BATCH)
             rows = slice(first, first + count)
             images_NHWC[rows, inside, inside] = batch.images[:count].permute(0, 2, 3, 1).to(device)
             self._labels[rows], self._valid[rows] = batch.labels[:count].to(device), batch.valid[:count].to(device)

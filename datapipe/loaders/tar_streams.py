@@ -27,28 +27,28 @@ from ..sampling.augment import scales
 from ..sampling.order import BUFFER, permutation, uniform
 from .base import Place
 from .batch_slots import BatchSlots, ChunkReport
-from .engine import Engine, SlotsT, Source
+from .engine import Engine, SampleSource, SlotsT
 from .image_chunk import ImageChunk, ImagesInMemory
 from .options import LoaderOptions
 
 _SHUFFLED = 1000  # samples that the next one is drawn from, as in WebDataset's examples
 _CLASS_NUMBER = re.compile(r"\d{1,18}")  # fits into 64 bits
 
-Shard = Path | str
+TarShard = Path | str
 
 
 class Sample(NamedTuple):
     """A sample of a stream, or why there is none."""
 
     number: int  # in the stream of shards as they are named: unique
-    shard: Shard
+    shard: TarShard
     key: str
     label: int
     data: bytes
     error: DatapipeError | None = None  # why it has no image, or no label
 
 
-def read_samples(shard: Shard, streams: list[BinaryIO]) -> Generator[Sample]:
+def read_samples(shard: TarShard, streams: list[BinaryIO]) -> Generator[Sample]:
     """Read a shard's samples, through the webdataset library. What is being read is one of the `streams` meanwhile.
 
     Raises ShardReadError.
@@ -75,7 +75,7 @@ def read_samples(shard: Shard, streams: list[BinaryIO]) -> Generator[Sample]:
             streams.remove(stream)
 
 
-def _read_sample(shard: Shard, parts: dict) -> Sample:
+def _read_sample(shard: TarShard, parts: dict) -> Sample:
     key = parts["__key__"]
     place: Place = {**locate(shard), "key": key}
     image = next((parts[name] for name in IMAGES if name in parts), None)
@@ -89,7 +89,7 @@ def _read_sample(shard: Shard, parts: dict) -> Sample:
     return Sample(-1, shard, key, int(label), image)
 
 
-def locate(shard: Shard) -> Place:
+def locate(shard: TarShard) -> Place:
     """Say where an error of the shard is."""
     return {"path": shard.parent, "shard": shard.name} if isinstance(shard, Path) else {"path": shard}
 
@@ -128,7 +128,7 @@ class ShardPart(NamedTuple):
     take: int  # samples, behind those
 
 
-class TarStreams(Source):
+class TarStreams(SampleSource):
     """The samples of tar shards, one behind the other. `samples` of a batch count through the shards as they are named.
 
     Args:
@@ -137,7 +137,7 @@ class TarStreams(Source):
         options: Options of the loader.
     """
 
-    def __init__(self, shards: list[Shard], counts: list[int], options: LoaderOptions) -> None:
+    def __init__(self, shards: list[TarShard], counts: list[int], options: LoaderOptions) -> None:
         self._shards, self._counts, self.options = shards, counts, options
         self._firsts = np.cumsum([0, *counts]).tolist()
         self._shard = shards[0]  # that is being read

@@ -20,16 +20,16 @@ from ..errors import DatapipeError
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 0.5  # for what a thread is doing when it is to end
+_GRACE_S = 0.5  # for what a thread is doing when it is to end
 LOOK_S = 1.0  # how often to see whether the time is over: if the process is stopped meanwhile, that is late
 TELL_S = 10.0  # how often it is reported what somebody waits for
 
-R = TypeVar("R")
-Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
-TaskQueue = queue.SimpleQueue[Task | None]  # None: the thread that takes it ends
+_R = TypeVar("_R")
+_Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+_TaskQueue = queue.SimpleQueue[_Task | None]  # None: the thread that takes it ends
 
 
-def wait_for(future: Future[R], limit_s: float, report: Callable[[float, bool], None]) -> R:
+def wait_for(future: Future[_R], limit_s: float, report: Callable[[float, bool], None]) -> _R:
     """Wait for a future, and return its result.
 
     Args:
@@ -54,7 +54,7 @@ def wait_for(future: Future[R], limit_s: float, report: Callable[[float, bool], 
                 report(now - began, left <= 0)
 
 
-def call_in_time(limit_s: float, path: Path | str, doing: str, function: Callable[..., R], *arguments: object) -> R:
+def call_in_time(limit_s: float, path: Path | str, doing: str, function: Callable[..., _R], *arguments: object) -> _R:
     """Call a function that reads at `path`, in a thread, and return what it returns.
 
     Args:
@@ -89,7 +89,7 @@ class Pool:
     """
 
     def __init__(self, count: int) -> None:
-        self._tasks: TaskQueue = queue.SimpleQueue()
+        self._tasks: _TaskQueue = queue.SimpleQueue()
         self._idle_s, self._ending = [0.0] * count, threading.Event()
         threads_before, ready = torch.get_num_threads(), threading.Barrier(count + 1)
         self.threads = [
@@ -109,12 +109,12 @@ class Pool:
         # from C++ to Python after that aborts the process.
         self._end = weakref.finalize(self, _end, self._tasks, self.threads, self._ending)
 
-    def submit(self, function: Callable[..., R], *arguments: object) -> Future[R]:
+    def submit(self, function: Callable[..., _R], *arguments: object) -> Future[_R]:
         """Have a thread call a function. Tasks are begun in the order in which they were submitted.
 
         Once the pool is closed, they are cancelled.
         """
-        future: Future[R] = Future()
+        future: Future[_R] = Future()
         self._tasks.put((future, function, arguments))
         if self._ending.is_set():  # asked only now: before, the pool could be closed in between
             future.cancel()
@@ -137,18 +137,18 @@ class Threads(NamedTuple):
     plan: Pool  # one, that works out what a batch's samples are
 
 
-def _end(tasks: TaskQueue, threads: list[threading.Thread], ending: threading.Event) -> None:
+def _end(tasks: _TaskQueue, threads: list[threading.Thread], ending: threading.Event) -> None:
     ending.set()
     for _ in threads:
         tasks.put(None)
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + _GRACE_S
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _work(
-    tasks: TaskQueue, idle_s: list[float], number: int, ending: threading.Event, ready: threading.Barrier
+    tasks: _TaskQueue, idle_s: list[float], number: int, ending: threading.Event, ready: threading.Barrier
 ) -> None:
     torch.get_num_threads()  # a thread takes over the process's setting when it first asks; then it may differ
     torch.set_num_threads(1)

@@ -29,13 +29,9 @@ from ..formats.tar_listing import list_members
 from ..split_names import TEST, TRAIN, own_splits, split_words
 from ..splits import AmbiguousSplitError, SplitRule, VariantsError
 from .base import DataDescription, Loader
-from .batch_slots import Images
-from .delivery import HostDelivery
-from .device import resolve_device
-from .engine import Engine
+from .cpu import make_decoding_loader
 from .options import LoaderOptions
-from .painter import Painter
-from .tar_streams import Sample, Shard, TarStreams, end_commands, import_webdataset, locate, read_samples
+from .tar_streams import Sample, TarShard, TarStreams, end_commands, import_webdataset, locate, read_samples
 from .threads import call_in_time
 
 logger = logging.getLogger(__name__)
@@ -50,13 +46,11 @@ _LAST_NUMBER = re.compile("[0-9]+(?=[^0-9]*$)")
 def make_loader(path: Path | str, options: LoaderOptions) -> Loader:
     """Open the shards at `path`, those of a split if there are several, and make their loader."""
     options.refuse_other_than("backend: 'webdataset'", order="full", io="cached")
-    shards, counts, data = describe(str(path), options)
-    shape = (options.batch_size, options.size, options.size, data.channels)
-    delivery = HostDelivery(Images, shape, resolve_device(options.device))
-    return Engine(data, options, TarStreams(shards, counts, options), Painter(), delivery)
+    shards, counts, data = describe_shards(str(path), options)
+    return make_decoding_loader(data, options, TarStreams(shards, counts, options))
 
 
-def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int], DataDescription]:
+def describe_shards(path: str, options: LoaderOptions) -> tuple[list[TarShard], list[int], DataDescription]:
     """List the shards at a path, count their samples, and describe their images as far as that is known.
 
     Args:
@@ -74,16 +68,8 @@ def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int],
     shards, manifest = call_in_time(options.timeout_s, path, "opening the data set", _list_shards, path, options.split)
     if manifest is not None:
         counts = [shard.num_samples for shard in manifest.shards]
-        width, height = manifest.width, manifest.height
-        smallest = None if width is None or height is None else (width, height)
-        checksum, classes = _checksum(shards, counts), tuple(manifest.classes)
-        return (
-            shards,
-            counts,
-            DataDescription(
-                sum(counts), manifest.num_classes, manifest.channels, width, height, smallest, checksum, classes
-            ),
-        )
+        size = None if manifest.width is None or manifest.height is None else (manifest.width, manifest.height)
+        return shards, counts, DataDescription.from_manifest(manifest, size, _checksum(shards, counts))
     if not shards:
         raise ManifestError("holds no tar shards", path=path)
     if not sum(counts := _count_all(shards, options)):
@@ -91,7 +77,7 @@ def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int],
     return shards, counts, DataDescription(sum(counts), None, 3, None, None, None, _checksum(shards, counts))
 
 
-def _list_shards(path: str, split: str | None) -> tuple[list[Shard], Manifest | None]:
+def _list_shards(path: str, split: str | None) -> tuple[list[TarShard], Manifest | None]:
     if not os.path.isdir(path):  # a Path would raise where a command is longer than a name may be
         if split is not None:
             raise SettingError(f"split: {split!r} has no meaning for what is not a folder; leave it out")
@@ -110,12 +96,12 @@ def _list_shards(path: str, split: str | None) -> tuple[list[Shard], Manifest | 
     return [folder / shard.name for shard in manifest.shards], manifest
 
 
-def _checksum(shards: list[Shard], counts: list[int]) -> str:
+def _checksum(shards: list[TarShard], counts: list[int]) -> str:
     names = [(str(shard).rpartition("/")[2], count) for shard, count in zip(shards, counts, strict=True)]
     return xxhash.xxh3_128_hexdigest(json.dumps(names).encode())
 
 
-def _count_all(shards: list[Shard], options: LoaderOptions) -> list[int]:
+def _count_all(shards: list[TarShard], options: LoaderOptions) -> list[int]:
     """Count the samples in each shard. Ranks that can talk to each other share the work."""
     shared = options.world_size > 1 and torch.distributed.is_available() and torch.distributed.is_initialized()
     if not shared:
@@ -138,7 +124,7 @@ def _count_all(shards: list[Shard], options: LoaderOptions) -> list[int]:
     return [counts[i] for i in range(len(shards))]
 
 
-def _count(shard: Shard, timeout_s: float) -> int:
+def _count(shard: TarShard, timeout_s: float) -> int:
     known = call_in_time(timeout_s, shard, "counting its samples", _read_count, shard)
     if known is not None:
         return known
@@ -179,7 +165,7 @@ def _keys_beside(shard: Path, keys: set[str]) -> list[str]:
     return list(dict.fromkeys(key for key, extension in named if extension in IMAGES and key not in known))
 
 
-def _read_count(shard: Shard) -> int | None:
+def _read_count(shard: TarShard) -> int | None:
     """Read from a file beside a shard how many samples it holds; None where there is no such file."""
     beside = Path(shard)
     try:
