@@ -103,12 +103,7 @@ class PixelCopier(Decoder[WholeImages]):
 
 
 class CutOnDevice(HostDelivery[WholeImages]):
-    """Whole images, which the device cuts out of.
-
-    Args:
-        data_set: Data set that holds pixels of one size.
-        options: Options of the loader.
-    """
+    """Whole images of one size, which the device cuts out of."""
 
     def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
         width, height = data_set.manifest.width, data_set.manifest.height

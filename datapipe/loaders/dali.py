@@ -49,10 +49,6 @@ def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = N
 class DaliDelivery(Delivery[EncodedImages]):
     """Batches that a pipeline of DALI decodes, resizes and mirrors.
 
-    Args:
-        data_set: The data set.
-        options: Options of the loader.
-
     Raises:
         SettingError: DALI does not decode what the data set holds.
         MissingBackendError: DALI is not installed.

@@ -70,13 +70,7 @@ def normalise(
 
 
 class Normaliser:
-    """Computes (images / 255 - mean) / std. torch.compile can have it in a network's graph.
-
-    Args:
-        mean: Mean of each channel, one number per channel, of pixels from 0 to 1.
-        std: Standard deviation of each channel, one number per channel, of pixels from 0 to 1.
-        device: Device on which the images will be.
-    """
+    """What `normalise` does, for images on one device. torch.compile can have it in a network's graph."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
         self._counts = len(mean), len(std)
@@ -84,16 +78,9 @@ class Normaliser:
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=False)], device=device).view(1, -1, 1, 1)
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute it.
+        """Normalise images from 0 to 255, uint8 or float32 [B, C, H, W]: float32, in the same memory format.
 
-        Args:
-            images: Images, uint8 or float32 [B, C, H, W], from 0 to 255.
-
-        Returns:
-            Normalised images, float32[B, C, H, W], in the same memory format.
-
-        Raises:
-            SettingError: When the images have another number of channels.
+        Raises SettingError for another number of channels.
         """
         if self._counts != (images.shape[1],) * 2:
             mean, std = self._counts

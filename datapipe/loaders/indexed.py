@@ -68,12 +68,7 @@ class BatchPlan(NamedTuple):
 class IndexedSource(SampleSource):
     """The samples of a packed data set in the order "full", or one behind the other. It closes the data set.
 
-    Args:
-        data_set: The data set.
-        options: Options of the loader.
-
-    Raises:
-        SettingError: They do not fit the data set's copy.
+    Raises SettingError for options that do not fit the data set's copy.
     """
 
     def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,35 +85,24 @@ class ResidentLoader(Loader):
 
     def _batch(self, epoch: int, positions: np.ndarray, samples: np.ndarray) -> Batch:
         """Cut out the samples at some positions of an epoch; what is missing of a batch is padding."""
-        missing = self.options.batch_size - len(samples)
-        if not len(samples):
-            return self._padding(missing)
-        side = np.full(len(samples), self.size)
-        boxes, flips = self.crops(epoch, positions, samples, side, side)
-        columns = np.column_stack([samples, boxes[:, 1] + self._pad, boxes[:, 0] + self._pad, flips])
+        count = len(samples)
+        columns = np.zeros((self.options.batch_size, 4), np.int64)
+        if count:
+            side = np.full(count, self.size)
+            boxes, flips = self.crops(epoch, positions, samples, side, side)
+            columns[:count] = np.column_stack([samples, boxes[:, 1] + self._pad, boxes[:, 0] + self._pad, flips])
         rows, tops, lefts, mirrored = to_device(columns, self._device).unbind(1)  # one copy
         if self._pad:
             images_BCSS = self._crops_of[rows, tops, lefts]
         else:  # whole images, which are copied in one piece each
             images_BCSS = self._images_NHWC.index_select(0, rows).permute(0, 3, 1, 2)
-        if flips.any():
+        if columns[:, 3].any():
             images_BCSS = torch.where(mirrored.bool()[:, None, None, None], images_BCSS.flip(-1), images_BCSS)
         batch = Batch(images_BCSS, self._labels[rows], rows, self._valid[rows])
-        if not missing:
-            return batch
-        parts = batch, self._padding(missing)
-        images_BSSC = torch.cat([part.images.permute(0, 2, 3, 1) for part in parts])  # the channels stay last in memory
-        others = (torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Batch) if f.name != "images")
-        return Batch(images_BSSC.permute(0, 3, 1, 2), *others)
-
-    def _padding(self, count: int) -> Batch:
-        shape = (count, self.size, self.size, self.channels)
-        return Batch(
-            torch.zeros(shape, dtype=torch.uint8, device=self._device).permute(0, 3, 1, 2),
-            torch.zeros(count, dtype=torch.int64, device=self._device),
-            torch.full((count,), -1, device=self._device),
-            torch.zeros(count, dtype=torch.bool, device=self._device),
-        )
+        if count < len(columns):
+            for tensor, nothing in ((batch.images, 0), (batch.labels, 0), (batch.samples, -1), (batch.valid, False)):
+                tensor[count:] = nothing
+        return batch
 
     def _take_size(self, size: int) -> None:
         raise SettingError(f"size: {size} is not that of the images, and backend 'resident' scales none")

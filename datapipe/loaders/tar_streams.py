@@ -131,10 +131,7 @@ class ShardPart(NamedTuple):
 class TarStreams(SampleSource):
     """The samples of tar shards, one behind the other. `samples` of a batch count through the shards as they are named.
 
-    Args:
-        shards: Shards in the order of their names.
-        counts: The number of samples in each.
-        options: Options of the loader.
+    The shards are in the order of their names, and `counts` the number of samples in each.
     """
 
     def __init__(self, shards: list[TarShard], counts: list[int], options: LoaderOptions) -> None:
@@ -157,9 +154,6 @@ class TarStreams(SampleSource):
         end_commands(self._streams)
 
     def forget_files(self) -> None:
-        self._streams = []
-
-    def close(self) -> None:
         self._streams = []
 
     # --- in the consumer ---

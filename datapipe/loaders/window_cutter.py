@@ -39,11 +39,7 @@ class EncodedImages(BatchSlots):
 
 
 class WindowCutter(Decoder[EncodedImages]):
-    """Cuts out what has to be decoded of each image.
-
-    Args:
-        options: Options of the loader.
-    """
+    """Cuts out what has to be decoded of each image."""
 
     def __init__(self, options: LoaderOptions) -> None:
         self.chunk = max(self.chunk, options.batch_size // options.num_threads())  # as cutting takes little time
