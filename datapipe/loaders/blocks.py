@@ -66,9 +66,7 @@ class BlockSource(IndexedSource):
 
     def images(self, engine: Engine[SlotsT], slots: SlotsT, chunk: slice) -> ImageChunk:
         plan, takers = slots.known
-        samples, shards, jobs = plan.result()
-        numbers = range(chunk.start, chunk.stop)
-        return BlockedImages(numbers, samples[chunk], jobs[chunk], self.data_set, shards[chunk], takers[chunk])
+        return BlockedImages(plan.result(), chunk, self.data_set, takers)
 
     def _order(self, epoch: int, lanes: int) -> BlockOrder:
         options = self.options

@@ -18,6 +18,14 @@ from ..native import PROGRESS
 from .batch_slots import BatchSlots
 
 
+class BatchPlan(NamedTuple):
+    """What belongs into each slot of a batch that is not padding, in order."""
+
+    samples: np.ndarray  # int64[N]
+    shards: list[int]
+    jobs: np.ndarray  # JOB[N]
+
+
 class PendingImage(NamedTuple):
     """An image whose bytes are there."""
 
@@ -98,18 +106,11 @@ class ImagesInMemory(ImageChunk):
 
 
 class IndexedImages(ImageChunk):
-    """Images of a packed data set.
+    """Images of a packed data set, those of some slots of a batch."""
 
-    Args:
-        data_set: The data set.
-        shards: Number of the shard of each image.
-    """
-
-    def __init__(
-        self, slots: Sequence[int], samples: np.ndarray, jobs: np.ndarray, data_set: DataSet, shards: Sequence[int]
-    ) -> None:
-        super().__init__(slots, samples, jobs)
-        self._data_set, self._shards = data_set, shards
+    def __init__(self, plan: BatchPlan, slots: slice, data_set: DataSet) -> None:
+        super().__init__(range(slots.start, slots.stop), plan.samples[slots], plan.jobs[slots])
+        self._data_set, self._shards = data_set, plan.shards[slots]
         self.only_pixels = data_set.raw_shape is not None
 
     def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
@@ -131,8 +132,7 @@ class IndexedImages(ImageChunk):
         return reader.watch_chunk(files, offsets, progress := np.zeros(PROGRESS, np.int64)), progress
 
     def read(self, i: int) -> Data:
-        sample, shard, offset, size, checksum = self._extent(i)
-        return self._data_set.read_at(sample, shard, offset, size, checksum)
+        return self._data_set.read_at(*self._extent(i))
 
     def decode(self, image: PendingImage, channels: int) -> np.ndarray:
         return self._data_set.pixels(image.sample, image.data)
@@ -145,21 +145,15 @@ class IndexedImages(ImageChunk):
 class BlockedImages(IndexedImages):
     """Images of a packed data set, each a part of the block that was read with it.
 
-    Args:
-        takers: Function for each image that takes the bytes at an offset in the shard, and of a size, from the block.
+    `takers` are functions, one for each image of the batch, that take bytes of the block: those at an offset in the
+    shard, so many.
     """
 
     def __init__(
-        self,
-        slots: Sequence[int],
-        samples: np.ndarray,
-        jobs: np.ndarray,
-        data_set: DataSet,
-        shards: Sequence[int],
-        takers: Sequence[Callable[[int, int], Data]],
+        self, plan: BatchPlan, slots: slice, data_set: DataSet, takers: Sequence[Callable[[int, int], Data]]
     ) -> None:
-        super().__init__(slots, samples, jobs, data_set, shards)
-        self._takers = takers
+        super().__init__(plan, slots, data_set)
+        self._takers = takers[slots]
         self._parts: dict[int, Data] = {}  # not compared with the checksums
 
     def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:

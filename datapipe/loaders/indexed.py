@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from ..sampling.augment import scales
 from .base import Place
 from .batch_slots import BatchSlots
 from .engine import AHEAD, Engine, SampleSource, SlotsT
-from .image_chunk import ImageChunk, IndexedImages
+from .image_chunk import BatchPlan, ImageChunk, IndexedImages
 from .options import LoaderOptions
 from .threads import call_in_time
 
@@ -55,14 +54,6 @@ def open_for_loader(path: Path | str, options: LoaderOptions, local: Path | None
     except BaseException:
         data_set.close()
         raise
-
-
-class BatchPlan(NamedTuple):
-    """What belongs into each slot that is not padding, in order."""
-
-    samples: np.ndarray  # int64[N]
-    shards: list[int]
-    jobs: np.ndarray  # JOB[N]
 
 
 class IndexedSource(SampleSource):
@@ -139,9 +130,7 @@ class IndexedSource(SampleSource):
     # --- in the threads ---
 
     def images(self, engine: Engine[SlotsT], slots: SlotsT, chunk: slice) -> ImageChunk:
-        samples, shards, jobs = slots.known.result()
-        numbers = range(chunk.start, chunk.stop)
-        return IndexedImages(numbers, samples[chunk], jobs[chunk], self.data_set, shards[chunk])
+        return IndexedImages(slots.known.result(), chunk, self.data_set)
 
     def _hint(self, slots: BatchSlots) -> None:
         """Tell the kernel what will be read.
