@@ -40,7 +40,7 @@ INTERFACES = {
     ("datapipe/sources", "load"): "datapipe/sources/__init__.py",
     ("datapipe/loaders", "batches"): "datapipe/loaders/engine.py",
     ("datapipe/loaders", "make_loader"): "datapipe/loaders/__init__.py",
-    ("datapipe/loaders", "put"): "datapipe/loaders/engine.py",
+    ("datapipe/loaders", "images"): "datapipe/loaders/engine.py",
 }
 COMMANDS = {
     "datapipe/cli/cache.py",

@@ -55,7 +55,7 @@ class DataDescription(NamedTuple):
 
     @classmethod
     def from_manifest(cls, manifest: Manifest, smallest: tuple[int, int] | None, checksum: str) -> DataDescription:
-        """Describe a packed data set.
+        """Return the description of a packed data set.
 
         Args:
             manifest: Manifest of the data set.

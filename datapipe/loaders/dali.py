@@ -22,7 +22,6 @@ from ..errors import DatapipeError, DecodeError, MissingBackendError, SettingErr
 from ..images.codec import encode_png
 from .base import DataDescription, Loader
 from .batch import Batch
-from .batch_slots import BatchMemory
 from .cpu import make_source
 from .device import dali_extra, read_driver, resolve_device, to_device
 from .engine import Delivery, Engine
@@ -73,7 +72,7 @@ class DaliDelivery(Delivery[EncodedImages]):
         self._pads = options.train and options.augment_for(manifest.width, manifest.height).crop == "pad"
         self._scheduled: deque[EncodedImages] = deque()
         self._pipelines: list[Pipeline] = []
-        self._prepare()
+        self._rebuild()
         # A pipeline that is still there when the interpreter shuts down aborts the process.
         weakref.finalize(self, self._pipelines.clear)
 
@@ -86,11 +85,9 @@ class DaliDelivery(Delivery[EncodedImages]):
 
     def set_size(self, size: int) -> None:
         self._size = size
-        self._prepare()
+        self._rebuild()
 
-    def _prepare(self) -> None:
-        shape = (self._options.batch_size, self._size, self._size, self._channels)
-        self._memory = BatchMemory(shape, pinned=False)
+    def _rebuild(self) -> None:
         self._pipelines[:] = [self._build()]
 
     def _build(self) -> Pipeline:
@@ -143,9 +140,6 @@ class DaliDelivery(Delivery[EncodedImages]):
 
     def begin(self, slots: EncodedImages) -> None:
         self._scheduled.append(slots)
-        self._feed(slots)
-
-    def _feed(self, slots: EncodedImages) -> None:
         for name, values in (("data", slots.data), ("start", slots.starts), ("shape", slots.shapes)):
             self._pipeline.feed_input(name, values)
         self._pipeline.feed_input("flip", slots.flips)
@@ -168,9 +162,7 @@ class DaliDelivery(Delivery[EncodedImages]):
             images_BHWC = torch.empty(shape, dtype=torch.uint8, device=self._device)
             feed_ndarray(images, images_BHWC, cuda_stream=torch.cuda.current_stream(self._device))
         else:
-            memory = self._memory.take()
-            memory[:] = np.asarray(images)
-            images_BHWC = torch.from_numpy(memory)
+            images_BHWC = torch.from_numpy(np.array(images))  # a copy: DALI uses its memory again
         self._pipeline.release_outputs()
         if not slots.valid.all():
             images_BHWC[to_device(~slots.valid, self._device)] = 0
@@ -184,7 +176,7 @@ class DaliDelivery(Delivery[EncodedImages]):
                 self._pipeline.share_outputs()
                 self._pipeline.release_outputs()
         except (RuntimeError, StopIteration):
-            self._pipelines[:] = [self._build()]
+            self._rebuild()
         finally:
             self._scheduled.clear()
 
@@ -193,7 +185,7 @@ class DaliDelivery(Delivery[EncodedImages]):
 
         DALI refuses the batch as a whole, and takes no others: our own decoder finds the images.
         """
-        self._pipelines[:] = [self._build()]
+        self._rebuild()
         scheduled = list(self._scheduled)
         self._scheduled.clear()
         if not engine.wait_for(engine.threads.fill.submit(self._take_undecodable, slots, engine)):
