@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from operator import itemgetter
@@ -114,7 +114,7 @@ class RankReads:
         self._num_begun = 0
         self._futures: list[Future[Data | ShardReadError | None]] = []
 
-    def begin(self, step: int, numbers: list[int]) -> list[Callable[[int, int], memoryview]]:
+    def begin(self, step: int, numbers: list[int]) -> Sequence[Callable[[int, int], memoryview]]:
         """Begin to read what a step needs, and a few blocks more.
 
         The first step needs a block of each lane. It would wait for all of their bytes, so these are read in pieces,
