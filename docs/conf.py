@@ -44,7 +44,7 @@ napoleon_numpy_docstring = False
 _OTHERS = "collections contextlib numpy pathlib torch nn types typing".replace(" ", "|")
 _OURS = (
     r"trainer\.kfac\..*|datapipe\.images\.codec\.ImageHeader|datapipe\.loaders\.base\.DataDescription"
-    r"|datapipe\.sampling\.augment\.Crops"
+    r"|datapipe\.sampling\.(augment\.Crops|order\.KeyedPermutation)"
 )
 nitpick_ignore_regex = [("py:.*", rf"({_OTHERS})\..*|{_OURS}|[ag]_factor")]
 
