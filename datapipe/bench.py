@@ -13,7 +13,7 @@ from .loaders import Loader, open_loader
 from .loaders.native_pixels import choose_native
 from .names import Crop
 from .sampling.augment import Augment
-from .streams import TIMEOUT_S, in_time
+from .watched import TIMEOUT_S, in_time
 
 STAGES = ("read", "window", "decode", "resize", "copy", "other")
 NOISE = 0.05  # of the time: less waiting than that says nothing

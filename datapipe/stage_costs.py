@@ -11,7 +11,7 @@ from .dataset.manifest import Manifest, find_data_sets
 from .errors import ManifestError
 from .fsio import existing_folder, free_bytes
 from .jobgroup.network import link_speed
-from .streams import TIMEOUT_S, in_time
+from .watched import TIMEOUT_S, in_time
 
 SPENT = 0.9  # of a disk's free space, on a slice
 LEAST = 0.05  # of the data set: with a smaller slice, hardly a read is saved

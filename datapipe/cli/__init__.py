@@ -18,7 +18,7 @@ from ..console import print_lines
 from ..errors import SettingError
 from ..names import CHECKS, COMPRESSIONS, KINDS, LABELS, STORES
 from ..public_data import DATASETS
-from ..streams import TIMEOUT_S, in_time
+from ..watched import TIMEOUT_S, in_time
 from .cache import cache
 from .measure import bench, doctor
 from .parameters import (

@@ -14,7 +14,7 @@ import typer
 
 from ..console import format_count, print_lines, printable
 from ..memory import parse_bytes
-from ..streams import TIMEOUT_S
+from ..watched import TIMEOUT_S
 from .parameters import AsJson, Timeout, folder_named
 
 cache = typer.Typer(

@@ -16,7 +16,7 @@ from ..console import print_lines
 from ..errors import SettingError
 from ..memory import parse_bytes
 from ..names import STAGE_MODES, TRANSPORTS
-from ..streams import TIMEOUT_S, in_time
+from ..watched import TIMEOUT_S, in_time
 from .parameters import AsJson, DataSetFolder, Timeout, folder_named, one_of
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ..errors import DatapipeError, ManifestError
 from ..foreign import open_regular
 from ..fsio import checksum
 from ..images.codec import check_image
-from ..streams import TIMEOUT_S, in_time, work_on_files
+from ..watched import TIMEOUT_S, in_time, work_on_files
 from . import DataSet
 from .index import ENCODINGS, check_keys, read_keys
 from .manifest import KEYS, FileInfo, ShardInfo

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .. import clock
 from ..cluster import Placement
 from ..errors import DatapipeError, OtherNodeError, StagingError
-from ..streams import in_time
+from ..watched import in_time
 
 Answer = TypeVar("Answer")
 LOOK_S = 0.1

@@ -11,7 +11,7 @@ from ..errors import SettingError
 from ..names import IOS, ORDERS, Io
 from ..sampling.augment import Augment
 from ..sampling.order import Last
-from ..streams import TIMEOUT_S
+from ..watched import TIMEOUT_S
 
 # The lowest value of each setting that is a whole number.
 LOWEST = {

@@ -19,7 +19,7 @@ from ..fsio import checksum
 from ..names import CONVERTED
 from ..sources import open_source
 from ..sources.packed import load as open_packed
-from ..streams import in_time
+from ..watched import in_time
 from .job import PackJob, PackResult
 from .options import SHARD_MIB, PackOptions
 from .out_folder import OutFolder

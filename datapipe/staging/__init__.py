@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..streams import apart, in_time
+from ..watched import apart, in_time
 from .copy import Staged, errors_name_the_node, open_cache, stage_copies
 from .local_copy import list_copies
 from .options import StageOptions

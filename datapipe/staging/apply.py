@@ -16,7 +16,7 @@ from ..dataset.partial_reader import KINDS, PARTIAL, temporary_path
 from ..errors import StagingError
 from ..fsio import PRIVATE_MODE, boot_id, make_folder, sync_folder
 from ..locks import hold_lock, hold_unused
-from ..streams import in_time
+from ..watched import in_time
 from .cache import make_first_room, remove_claimed, reserved_room
 from .check import check, claim_all, warn_of_place
 from .decide import Decision, Keep, Refuse, Replace, decide, is_handmade

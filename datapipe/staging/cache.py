@@ -22,7 +22,7 @@ from ..errors import StagingError
 from ..fsio import existing_folder, free_bytes, mounted_as
 from ..locks import find_holder, locked_soon
 from ..memory import available_bytes
-from ..streams import TIMEOUT_S, in_time
+from ..watched import TIMEOUT_S, in_time
 from .decide import is_earlier, protection
 from .folder_content import FOLDER, ORIGIN, FolderContent, find_copies, is_note
 from .lease import leases_in

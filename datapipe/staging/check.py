@@ -15,7 +15,7 @@ from ..errors import SettingError, StagingError
 from ..foreign import check_folder
 from ..fsio import NETWORK_FILESYSTEMS, existing_folder, free_bytes, mounted_as
 from ..locks import hold_unused
-from ..streams import in_time
+from ..watched import in_time
 from .cache import IN_MEMORY, claim
 from .decide import Decision, Refuse, Replace, decide, decide_beside
 from .folder_content import FolderContent

@@ -15,7 +15,7 @@ from ..errors import DatapipeError, ManifestError, StagingError, WrongPathError
 from ..foreign import user_name
 from ..fsio import atomic_write, free_bytes
 from ..locks import lock_holders
-from ..streams import TIMEOUT_S, in_time
+from ..watched import TIMEOUT_S, in_time
 from .cache import claim, evict, remove
 from .decide import is_earlier
 from .folder_content import ORIGIN, FolderContent, compute_digest, compute_identity, find_copies, subfolders

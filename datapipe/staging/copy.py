@@ -15,7 +15,7 @@ from ..errors import DatapipeError, OtherNodeError, SettingError, StagingError
 from ..foreign import check_folder
 from ..fsio import OWN_MODE, PRIVATE_MODE, make_folder
 from ..locks import find_holder
-from ..streams import Moved, in_time, work_on_files
+from ..watched import Moved, in_time, work_on_files
 from .apply import Prepared, prepare
 from .cache import remove_earlier
 from .lease import EvictedError

@@ -24,7 +24,7 @@ from ..console import Progress
 from ..errors import StagingError
 from ..jobgroup.gloo import NodeGroup
 from ..jobgroup.group import Crew
-from ..streams import Moved, work_on_files
+from ..watched import Moved, work_on_files
 from .options import StageOptions
 from .plan import Chunk, cut, needed_bytes, share_reads
 from .transfer import Transfer

@@ -16,7 +16,7 @@ from ..dataset.manifest import MANIFEST, FileInfo, Manifest, find_data_sets, rea
 from ..errors import StagingError
 from ..foreign import read_own
 from ..fsio import atomic_write, boot_id, checksum, sync_folder
-from ..streams import Moved, work_on_files
+from ..watched import Moved, work_on_files
 from .folder_content import CHECKED, ORIGIN, FolderContent, Origin, compute_digest, compute_identity
 
 logger = logging.getLogger(__name__)

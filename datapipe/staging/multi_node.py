@@ -14,7 +14,7 @@ from ..jobgroup.rendezvous import open_crew
 from ..jobgroup.store import CrewError, LeftError, UnreachableError
 from ..jobgroup.survivors import Backups, regrouped
 from ..locks import BusyError
-from ..streams import Moved, in_time, work_on_files
+from ..watched import Moved, in_time, work_on_files
 from .apply import prepare
 from .check import check
 from .copy import Staged, copy_missing, report, stage_copies, transfers

@@ -8,7 +8,7 @@ from ..checks import check_name, check_seconds, checked_int, is_number
 from ..cluster import Placement
 from ..errors import SettingError
 from ..names import STAGE_MODES, TRANSPORTS
-from ..streams import STREAMS, TIMEOUT_S
+from ..watched import STREAMS, TIMEOUT_S
 
 
 @dataclass(frozen=True)

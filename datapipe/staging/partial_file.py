@@ -26,7 +26,7 @@ from ..dataset.partial_reader import LANDED, PARTIAL, map_head, temporary_path, 
 from ..foreign import READ, open_own, open_regular
 from ..fsio import checksum, named
 from ..process_id import ProcessId, find_state
-from ..streams import Moved
+from ..watched import Moved
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from ..errors import StagingError
 from ..foreign import open_own, read_note
 from ..fsio import OWN_MODE, PRIVATE_MODE, make_folder
 from ..locks import find_holder
-from ..streams import TIMEOUT_S
+from ..watched import TIMEOUT_S
 from .folder_content import LOG, ORIGIN, FolderContent, subfolders
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from ..errors import SettingError, StagingError
 from ..fsio import PRIVATE_MODE, make_folder
 from ..locks import hold_lock
 from ..sampling.block_order import grid, longest
-from ..streams import in_time
+from ..watched import in_time
 from .apply import remove_others, remove_slots, sweep
 from .cache import make_first_room, reserved_room
 from .check import check, warn_of_place

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..dataset.manifest import FileInfo
 from ..errors import ShardCorruptError, StagingError
 from ..fsio import named
-from ..streams import Moved
+from ..watched import Moved
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from ..errors import ShardCorruptError, StagingError
-from ..streams import Moved
+from ..watched import Moved
 from .partial_file import PartialFile, WrongBytes
 from .plan import Chunk, Extent, cut
 from .source_files import SourceFile

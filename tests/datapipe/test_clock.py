@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from datapipe import clock, streams
+from datapipe import clock, watched
 from datapipe.clock import MOST_S, RunningClock
 from datapipe.errors import DatapipeError
 from datapipe.loaders import threads
@@ -22,7 +22,7 @@ from tests.waiting import limit_s, wait_until
 ROOT = Path(__file__).parents[2]
 # Where `time.monotonic` is meant: it limits no wait for others, or only its own threads' end, or counts for people.
 BY_MONOTONIC = {
-    *("datapipe/clock.py", "datapipe/console.py", "datapipe/streams.py", "datapipe/loaders/threads.py"),
+    *("datapipe/clock.py", "datapipe/console.py", "datapipe/watched.py", "datapipe/loaders/threads.py"),
     *(
         "datapipe/packing/pace.py",
         "datapipe/packing/pipeline.py",
@@ -60,9 +60,9 @@ def suspends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object] 
         running = RunningClock(lambda: 0.0)
         running._read = read
         monkeypatch.setattr(clock, "now", running.now)
-        monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=read))
+        monkeypatch.setattr(watched, "time", SimpleNamespace(monotonic=read))
         monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=read))
-        monkeypatch.setattr(streams, "LOOK_S", 0.001)
+        monkeypatch.setattr(watched, "LOOK_S", 0.001)
         monkeypatch.setattr(threads, "LOOK_S", 0.001)
 
     return suspends
@@ -126,10 +126,10 @@ def test_a_read_is_not_late_for_the_hour_in_which_its_process_was_stopped(suspen
     answered = threading.Event()
     suspends(answered.set if comes else None)
     if comes:
-        assert streams.in_time(lambda: answered.wait(limit_s()), Path("shard"), 100.0)
+        assert watched.in_time(lambda: answered.wait(limit_s()), Path("shard"), 100.0)
         return
     with pytest.raises(DatapipeError, match="has not been answered for 10"):
-        streams.in_time(lambda: answered.wait(limit_s()), Path("shard"), 100.0)
+        watched.in_time(lambda: answered.wait(limit_s()), Path("shard"), 100.0)
     answered.set()
 
 

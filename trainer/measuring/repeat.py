@@ -24,7 +24,7 @@ from datapipe.dataset.manifest import SPLITS, Manifest
 from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder
 from datapipe.locks import locked
-from datapipe.streams import TIMEOUT_S, in_time
+from datapipe.watched import TIMEOUT_S, in_time
 
 from ..config.recipe import Recipe, load_recipe
 from ..reporting.runlog import NAME as METRICS
