@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from . import watched
 from .dataset.manifest import Manifest, find_data_sets
 from .errors import ManifestError
 from .fsio import existing_folder, free_bytes
 from .jobgroup.network import link_speed
-from .watched import TIMEOUT_S, in_time
+from .watched import TIMEOUT_S
 
 SPENT = 0.9  # of a disk's free space, on a slice
 LEAST = 0.05  # of the data set: with a smaller slice, hardly a read is saved
@@ -127,7 +128,7 @@ def assess(
         `folder` does not contain a packed data set.
     """
     try:
-        manifests = in_time(lambda: [Manifest.read(path) for path in find_data_sets(folder)], folder, TIMEOUT_S)
+        manifests = watched.call(lambda: [*map(Manifest.read, find_data_sets(folder))], TIMEOUT_S, folder)
     except ManifestError:
         return None
     local = Path(local or tempfile.gettempdir())

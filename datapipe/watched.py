@@ -1,13 +1,15 @@
-"""Work on several files at once, in threads that are watched: a filesystem that does not answer ends it in time."""
+"""Calls that may hang, and work on several files at once, in threads that are watched: what hangs ends in time."""
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -21,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0  # for a read or write, unless a setting says otherwise
 STREAMS = 4  # files at a time: a parallel filesystem serves several streams better than one
-WARN_S = 10.0  # how often to log that a filesystem does not answer
-LOOK_S = 1.0
+WARN_S = 10.0  # how often to log that something is not answered
+LOOK_S = 1.0  # how often to see whether the time is over: if the process is stopped meanwhile, that is late
 GRACE_S = 1.0  # for the read or write that a thread is in when it should end
 
 
@@ -104,38 +106,67 @@ def work_on_files(
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def in_time(function: Callable[[], Result], path: Path, limit_s: float) -> Result:
-    """Call a function that reads at `path`, in a thread, and return what it returns.
+def call(
+    function: Callable[[], Result], limit_s: float | None, path: Path | str, doing: str = "a read or write"
+) -> Result:
+    """Call a function that may hang, in a thread, and return what it returns. A signal ends the wait.
 
     Args:
         function: Function that is called once.
-        path: Path of the file or folder, for messages.
-        limit_s: Longest time that it may take, in seconds.
+        limit_s: Longest time that it may take, in seconds; None: any, of which nothing is said.
+        path: File, folder or host that may not answer, for messages.
+        doing: Words that name what the function does, for messages: every 10 s it is logged that it is waited for.
 
     Raises:
-        DatapipeError: It takes longer. And whatever the function raises.
+        DatapipeError: It takes longer; names `path`. And whatever the function raises.
     """
-    with closing(work_on_files(lambda _, moved: function(), [path], lambda path: path, limit_s)) as results:
-        return next(results)
-
-
-def apart(function: Callable[[], Result]) -> Result:
-    """Call a function in a thread, and return what it returns: a signal ends the wait, whatever the function does."""
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            answers.put((function(), None))
+            future.set_result(function())
         except BaseException as error:
-            answers.put((None, error))
+            future.set_exception(error)
 
-    threading.Thread(target=run, name="datapipe-apart", daemon=True).start()
+    def report(waited_s: float, is_over: bool) -> None:
+        if limit_s is not None:
+            _report(waited_s, limit_s if is_over else None, path, doing)
+
+    threading.Thread(target=run, name="datapipe-call", daemon=True).start()
+    return wait_for(future, math.inf if limit_s is None else limit_s, report)
+
+
+def wait_for(future: Future[Result], limit_s: float, report: Callable[[float, bool], None]) -> Result:
+    """Wait for a future, and return its result.
+
+    Args:
+        future: The result to wait for.
+        limit_s: Seconds, after which `report` is called with True; it raises then.
+        report: Function called every 10 s with the seconds waited, and False.
+
+    Raises:
+        Exception: The future's task or `report` has raised it.
+    """
+    began = reported = clock.now()
     while True:
-        with suppress(queue.Empty):
-            result, error = answers.get(timeout=LOOK_S)
-            if error is not None:
-                raise error
-            return result
+        left = began + limit_s - clock.now()
+        try:
+            return future.result(max(0.0, min(LOOK_S, WARN_S, left)))
+        except NotYet:
+            if future.done():  # meanwhile, or the task itself raised a TimeoutError
+                return future.result()
+            now = clock.now()
+            if left <= 0 or now - reported >= WARN_S:
+                reported = now
+                report(now - began, left <= 0)
+
+
+def _report(waited_s: float, limit_s: float | None, path: Path | str, doing: str = "a read or write") -> None:
+    """Log that something has not been answered; if it had a limit, which is over, raise that as DatapipeError."""
+    message = f"{doing} has not been answered for {waited_s:.0f} s"
+    if limit_s is not None:
+        raise DatapipeError(f"{message} (timeout_s={limit_s:g})", path=path)
+    logger.warning("%s: %s", path, message)
 
 
 def _answer(answers: queue.SimpleQueue[Done], doing: dict[int, tuple[float, Path]], limit_s: float) -> Done:
@@ -145,11 +176,10 @@ def _answer(answers: queue.SimpleQueue[Done], doing: dict[int, tuple[float, Path
         now = clock.now()
         for since, path in list(doing.values()):
             if now - since > limit_s:
-                message = f"a read or write has not been answered for {now - since:.0f} s (timeout_s={limit_s:g})"
-                raise DatapipeError(message, path=path)
+                _report(now - since, limit_s, path)
             if now - since > WARN_S and now - warned > WARN_S:
                 warned = now
-                logger.warning("%s: a read or write has not been answered for %.0f s", path, now - since)
+                _report(now - since, None, path)
         try:
             return answers.get(timeout=min(LOOK_S, limit_s))
         except queue.Empty:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
+from .. import watched
 from ..console import print_lines
 from ..errors import SettingError
 from ..memory import parse_bytes
 from ..names import STAGE_MODES, TRANSPORTS
-from ..watched import TIMEOUT_S, in_time
+from ..watched import TIMEOUT_S
 from .parameters import AsJson, DataSetFolder, Timeout, folder_named, one_of
 
 if TYPE_CHECKING:
@@ -144,6 +145,6 @@ def _background(folder: Path, local: Path, options: StageOptions) -> Background 
 
     with errors_name_the_node():
         if options.resolved_mode() != "exchange":  # else all nodes are told
-            check(folder, local, in_time(lambda: list_copies(folder, local), folder, options.timeout_s), options)
+            check(folder, local, watched.call(lambda: list_copies(folder, local), options.timeout_s, folder), options)
         make_first_room({folder, local}, local, options)
     return continue_in_background(local)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import clock
+from .. import clock, watched
 from ..checks import check_name, checked_int
-from ..errors import ShardReadError
+from ..errors import DatapipeError, ShardReadError
 from ..names import IOS, Io
 from .shard_files import Data, DirectFile, File, MappedFile
 
@@ -272,13 +272,12 @@ def release(things: list[Any]) -> None:
 
     Closing hangs, too, on a filesystem that does not answer. So a thread does it, for which this waits only a moment.
     """
-    closing = threading.Thread(target=things.clear, name="datapipe-close", daemon=True)
     try:
-        closing.start()
+        watched.call(things.clear, CLOSE_S, "files", "closing")
+    except DatapipeError:  # it hangs
+        return
     except RuntimeError:  # the interpreter goes down, and starts no more threads
         things.clear()
-    else:
-        closing.join(CLOSE_S)
 
 
 def allow_open_files(count: int) -> None:

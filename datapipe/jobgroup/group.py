@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .. import clock
 from ..cluster import Placement
+from ..errors import DatapipeError
 from ..fsio import boot_id
 from .heart import BEAT_S, BROKEN, LISTEN_S, Heart
 from .network import find_address, find_unreachable
@@ -213,7 +214,7 @@ class Crew:
             return ask(question, limit_s or self.timeout_s)
         except StrangerError:
             raise
-        except (RuntimeError, CrewError) as error:
+        except (RuntimeError, DatapipeError) as error:
             name = self.names([0]) if self.hosts_of_ranks else f"node 0 ({self.hosts[0]})"
             raise CrewError(f"{name} does not answer") from error
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from .. import clock
 from ..cluster import Placement
+from ..errors import DatapipeError
 from .group import LOOK_S, Crew
 from .heart import LISTEN_S
 from .network import address_towards
@@ -118,5 +119,5 @@ def _agree(store: SignedStore, crew: Crew, candidates: list[int]) -> list[int]:
 
     try:
         return ask(agree, crew.timeout_s + COME_S)
-    except (RuntimeError, CrewError) as error:
+    except (RuntimeError, DatapipeError) as error:
         raise CrewError("another node was lost while those that are left met") from error

@@ -21,13 +21,14 @@ import numpy as np
 
 from ..errors import DatapipeError, DecodeError
 from ..sampling.order import slice_positions
+from ..watched import wait_for
 from .bad_budget import BadBudget
 from .base import DataDescription, Loader, Place
 from .batch import Batch
 from .batch_slots import BatchSlots, ChunkReport
 from .image_chunk import ImageChunk
 from .options import LoaderOptions
-from .threads import Pool, Threads, wait_for
+from .threads import Pool, Threads
 
 logger = logging.getLogger(__name__)
 

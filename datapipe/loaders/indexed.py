@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from .. import clock
+from .. import clock, watched
 from ..dataset import DataSet
 from ..errors import SettingError
 from ..native import JOB
@@ -25,7 +25,7 @@ from .batch_slots import BatchSlots
 from .engine import AHEAD, Engine, SlotsT, Source
 from .image_chunk import ImageChunk, IndexedImages
 from .options import LoaderOptions
-from .threads import Threads, call_in_time
+from .threads import Threads
 
 # Reads are slow that take this share of the threads' time, and are slower than from the page cache.
 SLOW_SHARE, SLOW_BYTES_PER_S = 0.25, 1e9
@@ -50,8 +50,8 @@ def open_on(
     Raises:
         DatapipeError: The data set cannot be opened, or not within `timeout_s`. And whatever `make` raises.
     """
-    data_set = call_in_time(
-        options.timeout_s, path, "opening the data set", lambda: DataSet(path, options.io, options.retries, local)
+    data_set = watched.call(
+        lambda: DataSet(path, options.io, options.retries, local), options.timeout_s, path, "opening the data set"
     )
     try:
         return make(data_set)

@@ -13,6 +13,7 @@ import re
 import signal
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 import xxhash
 
+from .. import watched
 from ..dataset.manifest import MANIFEST, Manifest
 from ..errors import (
     DatapipeError,
@@ -36,7 +38,6 @@ from ..formats.tar_listing import list_members
 from .base import DataDescription, Place
 from .options import LoaderOptions
 from .tar_splits import shards_of_split
-from .threads import call_in_time
 
 RAISED = {kind.__name__: kind for kind in (DecodeError, ManifestError, ShardReadError)}  # by ranks that count
 logger = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ def describe(path: str, split: str | None, options: LoaderOptions) -> tuple[list
         SettingError: It is not clear which shards are meant, or they are not tar files.
     """
     _import_webdataset()
-    shards, manifest = call_in_time(options.timeout_s, path, "opening the data set", _list_shards, path, split)
+    shards, manifest = watched.call(partial(_list_shards, path, split), options.timeout_s, path, "opening the data set")
     if manifest is not None:
         counts = [shard.num_samples for shard in manifest.shards]
         width, height = manifest.width, manifest.height
@@ -209,21 +210,21 @@ def _count_all(shards: list[Shard], options: LoaderOptions) -> list[int]:
 
 
 def _count(shard: Shard, timeout_s: float) -> int:
-    known = call_in_time(timeout_s, shard, "counting its samples", _read_count, shard)
+    known = watched.call(partial(_read_count, shard), timeout_s, shard, "counting its samples")
     if known is not None:
         return known
     logger.info("counting the samples of %s, once", shard)
     streams: list[BinaryIO] = []
     samples, count, keys = read_samples(shard, streams), 0, set[str]()
     try:
-        while more := call_in_time(timeout_s, shard, "counting its samples", _some_keys, samples):
+        while more := watched.call(partial(_some_keys, samples), timeout_s, shard, "counting its samples"):
             count += len(more)
             keys.update(more)
     except BaseException:
         end_commands(streams)
         raise
     if isinstance(shard, Path):
-        skipped = call_in_time(timeout_s, shard, "listing its members", _keys_beside, shard, keys)
+        skipped = watched.call(partial(_keys_beside, shard, keys), timeout_s, shard, "listing its members")
         if skipped:
             logger.warning(
                 "%s: %s of its samples are not read, such as %s: they lie behind an end mark, or are links, which the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..watched import apart, in_time
+from .. import watched
 from .copy import Staged, errors_name_the_node, open_cache, stage_copies
 from .local_copy import list_copies
 from .options import StageOptions
@@ -49,11 +49,11 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
 
                 problem = find_problem(options.placement)  # in the thread that MPI belongs to
             try:
-                return apart(lambda: stage_together(source, local, options, problem))
+                return watched.call(lambda: stage_together(source, local, options, problem), None, source)
             except (KeyboardInterrupt, SystemExit) as end:
                 leave_crews(end)
                 raise
-        copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
+        copies = watched.call(lambda: list_copies(source, local), options.timeout_s, source)
         if options.mode == "slice":
             from .slice import stage_slice
 

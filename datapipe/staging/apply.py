@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from .. import watched
 from ..dataset.block_slots import SLOTS, TAGS
 from ..dataset.manifest import MANIFEST
 from ..dataset.partial_reader import KINDS, PARTIAL, temporary_path
 from ..errors import StagingError
 from ..fsio import PRIVATE_MODE, boot_id, make_folder, sync_folder
 from ..locks import hold_lock, hold_unused
-from ..watched import in_time
 from .cache import make_first_room, remove_claimed, reserved_room
 from .check import check, claim_all, warn_of_place
 from .decide import Decision, Keep, Refuse, Replace, decide, is_handmade
@@ -146,7 +146,7 @@ def _find_whole(
 
 def _hold_target(copy: LocalCopy, options: StageOptions, waits: bool) -> AbstractContextManager[bool]:
     with suppress(FileNotFoundError):  # it is removed at this moment
-        in_time(partial(warn_of_place, copy.source, copy.target), copy.source, options.timeout_s)
+        watched.call(partial(warn_of_place, copy.source, copy.target), options.timeout_s, copy.source)
     return hold_lock(copy.target, options.timeout_s, waits)
 
 

@@ -16,13 +16,14 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from .. import watched
 from ..dataset.block_slots import SLOTS
 from ..dataset.manifest import MANIFEST
 from ..errors import StagingError
 from ..fsio import existing_folder, free_bytes, mounted_as
 from ..locks import find_holder, locked_soon
 from ..memory import available_bytes
-from ..watched import TIMEOUT_S, in_time
+from ..watched import TIMEOUT_S
 from .decide import is_earlier, protection
 from .folder_content import FOLDER, ORIGIN, FolderContent, find_copies, is_note
 from .lease import leases_in
@@ -127,7 +128,7 @@ def evictable(cache: Path, device: int, spared: Collection[Path]) -> list[Folder
         device: Number of the filesystem that has too little room.
         spared: Folders of copies that are not removed, and of their sources.
     """
-    copies = in_time(lambda: find_copies(cache), cache, TIMEOUT_S)  # a filesystem may be mounted in it
+    copies = watched.call(lambda: find_copies(cache), TIMEOUT_S, cache)  # a filesystem may be mounted in it
     sources = {copy.source for copy in copies} | {str(path.resolve()) for path in spared}
     unused = []
     for copy in sorted(copies, key=lambda copy: (copy.last_used, copy.folder)):
@@ -234,7 +235,7 @@ def _make_room(needed: int, spared: Collection[Path], local: Path, cache: Path, 
 def _others_at_work(cache: Path, device: int, spared: Collection[Path]) -> Iterator[FolderContent]:
     """Iterate over the unfinished copies in a cache that other processes are at work on."""
     mine = {str(path.resolve()) for path in spared}
-    for copy in in_time(lambda: find_copies(cache), cache, TIMEOUT_S):
+    for copy in watched.call(lambda: find_copies(cache), TIMEOUT_S, cache):
         if copy.device == device and copy.missing_bytes and str(copy.folder) not in mine:
             with suppress(FileNotFoundError):  # removed at this moment
                 if find_holder(copy.folder):

@@ -9,13 +9,13 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
+from .. import watched
 from ..dataset.block_slots import SLOTS
 from ..dataset.manifest import MANIFEST
 from ..errors import SettingError, StagingError
 from ..foreign import check_folder
 from ..fsio import NETWORK_FILESYSTEMS, existing_folder, free_bytes, mounted_as
 from ..locks import hold_unused
-from ..watched import in_time
 from .cache import IN_MEMORY, claim
 from .decide import Decision, Refuse, Replace, decide, decide_beside
 from .folder_content import FolderContent
@@ -69,7 +69,7 @@ def check(
     Raises:
         StagingError, SettingError: What `stage` raises.
     """
-    in_time(partial(_check_places, source, local, copies), source, options.timeout_s)
+    watched.call(partial(_check_places, source, local, copies), options.timeout_s, source)
     beside = [*_read_beside(local, copies)] if checks_beside else []
     beside_decisions = [decide_beside(content, local, is_inside, options) for content, is_inside in beside]
     contents = [copy.read_folder() for copy in copies]

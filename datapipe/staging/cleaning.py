@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import watched
 from ..dataset.block_slots import SLOTS
 from ..dataset.manifest import MANIFEST, Manifest, read_content
 from ..errors import DatapipeError, ManifestError, StagingError, WrongPathError
 from ..foreign import user_name
 from ..fsio import atomic_write, free_bytes
 from ..locks import lock_holders
-from ..watched import TIMEOUT_S, in_time
+from ..watched import TIMEOUT_S
 from .cache import claim, evict, remove
 from .decide import is_earlier
 from .folder_content import ORIGIN, FolderContent, compute_digest, compute_identity, find_copies, subfolders
@@ -139,7 +140,7 @@ def _why_useless(copy: FolderContent, timeout_s: float) -> str:
             return read_content(source)
         return None
 
-    content = in_time(read, source, timeout_s)
+    content = watched.call(read, timeout_s, source)
     if content is None:
         return ""
     if not content:

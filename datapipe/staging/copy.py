@@ -9,13 +9,14 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .. import watched
 from ..console import Progress
 from ..dataset.manifest import INDEX, MANIFEST, read_content
 from ..errors import DatapipeError, OtherNodeError, SettingError, StagingError
 from ..foreign import check_folder
 from ..fsio import OWN_MODE, PRIVATE_MODE, make_folder
 from ..locks import find_holder
-from ..watched import Moved, in_time, work_on_files
+from ..watched import Moved, work_on_files
 from .apply import Prepared, prepare
 from .cache import remove_earlier
 from .lease import EvictedError
@@ -195,7 +196,7 @@ def open_cache(
         The folder of the copy, and whether it is whole.
     """
     with errors_name_the_node():
-        content = in_time(lambda: read_content(source), source / MANIFEST, options.timeout_s)
+        content = watched.call(lambda: read_content(source), options.timeout_s, source / MANIFEST)
         copies = [LocalCopy.of_content(source, cache, content)]
         name = source.resolve().name
         copies += [replace(copies[0], target=cache / target) for target in (name, f"{name}-{copies[0].digest}")]

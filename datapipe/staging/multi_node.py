@@ -7,6 +7,7 @@ import logging
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from .. import watched
 from ..errors import DatapipeError, OtherNodeError, SettingError, StagingError
 from ..jobgroup.group import Crew
 from ..jobgroup.network import address_of
@@ -14,7 +15,7 @@ from ..jobgroup.rendezvous import open_crew
 from ..jobgroup.store import CrewError, LeftError, UnreachableError
 from ..jobgroup.survivors import Backups, regrouped
 from ..locks import BusyError
-from ..watched import Moved, in_time, work_on_files
+from ..watched import Moved, work_on_files
 from .apply import prepare
 from .check import check
 from .copy import Staged, copy_missing, report, stage_copies, transfers
@@ -59,7 +60,7 @@ def _stage(source: Path, local: Path, options: StageOptions, crew: Crew, problem
             raise
         except CrewError as error:
             logger.warning("%s: this process looks by itself whether its node is staged", error.message)
-        copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
+        copies = watched.call(lambda: list_copies(source, local), options.timeout_s, source)
         return stage_copies(source, local, copies, options, trusts=True)
     results = _lead(source, local, options, crew, problem)
     crew.done()
@@ -72,7 +73,7 @@ def _lead(source: Path, local: Path, options: StageOptions, crew: Crew, problem:
         try:
             if options.interface:
                 address_of(options.interface)
-            copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
+            copies = watched.call(lambda: list_copies(source, local), options.timeout_s, source)
             check(source, local, copies, options)
         except (DatapipeError, SettingError, OSError) as error:
             problem = problem or error

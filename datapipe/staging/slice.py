@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import watched
 from ..dataset.block_slots import SLOTS, BlockSlots, make_slots
 from ..dataset.index import open_index
 from ..dataset.shard_files import room_for
@@ -15,7 +16,6 @@ from ..errors import SettingError, StagingError
 from ..fsio import PRIVATE_MODE, make_folder
 from ..locks import hold_lock
 from ..sampling.block_order import grid, longest
-from ..watched import in_time
 from .apply import remove_others, remove_slots, sweep
 from .cache import make_first_room, reserved_room
 from .check import check, warn_of_place
@@ -58,7 +58,7 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
         return copy is largest
 
     check(source, local, copies, options, is_part=is_part)
-    room = in_time(lambda: _plan_room(largest, left, options), largest.source, options.timeout_s)
+    room = watched.call(lambda: _plan_room(largest, left, options), options.timeout_s, largest.source)
     make_first_room({path for copy in copies for path in (copy.source, copy.target)}, local, options)
     make_folder(local.parent, PRIVATE_MODE)
     with ExitStack() as stack:
@@ -68,7 +68,9 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
         decisions, beside = check(source, local, copies, options, is_locked=is_alone, is_part=is_part)
         remove_others(copies, decisions, beside, local, options, is_alone)
         results = stage_copies(source, local, smaller, options, checks_beside=False) if smaller else []
-        results.append(in_time(lambda: _make_room(largest, local, room, options), largest.source, options.timeout_s))
+        results.append(
+            watched.call(lambda: _make_room(largest, local, room, options), options.timeout_s, largest.source)
+        )
         keep_for_job(local, options.placement.job, os.environ)
         return results
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datapipe import native
+from datapipe import native, watched
 from datapipe.dataset import DataSet, shard_reader
 from datapipe.errors import DecodeError, SettingError, ShardCorruptError, ShardReadError
-from datapipe.loaders import indexed, open_loader, painter, threads
+from datapipe.loaders import indexed, open_loader, painter
 from datapipe.packing import PackOptions, pack
 from tests.waiting import limit_s, read_until
 
@@ -136,7 +136,7 @@ def test_a_read_that_fails_is_tried_again_and_then_named(slow, error, order, cap
                                    "open:*/{shard}:1+:ESTALE", "open:*/{shard}:1+:EIO"])  # fmt: skip
 def test_a_fault_that_passes_is_not_an_error(slow, fault, caplog, monkeypatch):
     """As long as a file server's failover, by default; and whoever waits is told what for."""
-    monkeypatch.setattr(threads, "TELL_S", 0.5)
+    monkeypatch.setattr(watched, "WARN_S", 0.5)
     shard, offset, size, _ = place(slow.backing / "data", 30)
     pauses = []
 
@@ -219,7 +219,7 @@ def test_a_shard_that_disappears_is_named(copied, monkeypatch):
 
 
 def test_a_read_that_stalls_is_told_of(slow, caplog, monkeypatch):
-    monkeypatch.setattr(threads, "TELL_S", 0.3)
+    monkeypatch.setattr(watched, "WARN_S", 0.3)
     shard, offset, size, _ = place(slow.backing / "data", 30)
     with open_loader(slow.path / "data", 61, size=24) as loader:
         slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:stall=2"])

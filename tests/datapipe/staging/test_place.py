@@ -394,11 +394,11 @@ def test_a_source_that_hangs_is_asked_once(tmp_path, monkeypatch):
         stage(tmp_path / "source" / str(number), tmp_path / "cache" / str(number))
     asked = []
 
-    def hang(function, path, limit_s):
+    def hang(function, limit_s, path):
         asked.append(path)
         raise StagingError("a read has not been answered", path=path)
 
-    monkeypatch.setattr("datapipe.staging.cleaning.in_time", hang)
+    monkeypatch.setattr("datapipe.watched.call", hang)
     assert not clean(tmp_path / "cache").removed
     assert len(asked) == 1
 
