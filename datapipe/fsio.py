@@ -178,6 +178,29 @@ def checksum_of(file: FileIO, moved: Callable[[], None] = _ignore) -> str:
     return digest.hexdigest()
 
 
+class Descriptor:
+    """A descriptor that is closed by `close`, or with the last reference to it: never while a thread uses it.
+
+    Args:
+        fd: Descriptor of an open file.
+    """
+
+    fd = -1
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        """Close it. May be called twice."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with suppress(OSError):  # what has to reach the disk is synced before
+                os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def free_bytes(folder: Path) -> int:
     """Return the free space of the filesystem that `folder` lies on."""
     return shutil.disk_usage(folder).free

@@ -25,6 +25,7 @@ import xxhash
 from .. import clock
 from ..errors import StagingError
 from ..foreign import open_plain
+from ..fsio import Descriptor
 
 logger = logging.getLogger(__name__)
 
@@ -174,17 +175,12 @@ class BlockSlots:
         self._files = None
 
 
-class _OpenFile:
-    """A file that is closed with the last reference to it, so never while a thread uses it."""
-
-    fd = -1
+class _OpenFile(Descriptor):
+    """An open file, and whether it can be written to."""
 
     def __init__(self, path: Path) -> None:
-        self.fd, self.is_writable = open_plain(path)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
+        fd, self.is_writable = open_plain(path)
+        super().__init__(fd)
 
 
 def _write_tag(tags: _OpenFile, slot: int, block: int, size: int = 0, checksum: int = 0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,7 @@ class Prepared:
         is_new = self.is_locked or bool(self.own_name)
         if is_new:
             self.copy.complete(self.present, is_new)
-        holds.enter_context(hold_copy(self.copy.target, patience_s))
+        holds.enter_context(closing(hold_copy(self.copy.target, patience_s)))
         if not is_new:
             self.copy.complete(self.present, is_new)
         self.copy.touch()

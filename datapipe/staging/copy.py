@@ -24,8 +24,7 @@ from .local_copy import LocalCopy
 from .options import StageOptions
 from .partial_file import PartialFile
 from .plan import Chunk, needed_bytes, stagger
-from .source_files import SourceFile, Throttle
-from .transfer import Transfer, missing_chunks
+from .transfer import SourceFile, Throttle, Transfer, missing_chunks
 
 logger = logging.getLogger(__name__)
 

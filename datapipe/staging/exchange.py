@@ -227,7 +227,7 @@ class _Exchange:
             file = self._files[extent.file]
             if file.lacks(extent):
                 moved(file.landing.target)
-                if file.land(extent, room[begin : begin + extent.size]):
+                if file.landing.write(extent.offset, room[begin : begin + extent.size]):
                     complete.append(extent.file)
             begin += extent.size
         with self._lock:

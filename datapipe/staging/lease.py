@@ -28,7 +28,7 @@ from ..cluster import job_end
 from ..dataset.manifest import MANIFEST
 from ..errors import StagingError
 from ..foreign import READ, find_problem, read_own
-from ..fsio import NETWORK_FILESYSTEMS, OWN_MODE, atomic_write, boot_id, make_folder, mounted_as
+from ..fsio import NETWORK_FILESYSTEMS, OWN_MODE, Descriptor, atomic_write, boot_id, make_folder, mounted_as
 from ..locks import UNSEEN, BusyError, lock_holder
 from ..process_id import ProcessId
 
@@ -43,33 +43,7 @@ class EvictedError(StagingError):
     """A copy was removed to make room, and has to be staged again."""
 
 
-class HeldCopy:
-    """A copy that is in use: no process removes it until this is closed, or its process ends. See `hold_copy`.
-
-    Attributes:
-        folder: Folder of the copy.
-    """
-
-    def __init__(self, folder: Path, fd: int) -> None:
-        self.folder, self._fd = folder, fd
-
-    def close(self) -> None:
-        """Let the copy go. May be called twice."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __enter__(self) -> HeldCopy:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def hold_copy(folder: Path, patience_s: float) -> HeldCopy:
+def hold_copy(folder: Path, patience_s: float) -> Descriptor:
     """Hold a copy, so that no process removes it. On a filesystem without locks, none does anyway.
 
     Args:
@@ -77,7 +51,7 @@ def hold_copy(folder: Path, patience_s: float) -> HeldCopy:
         patience_s: Longest time to wait for a process that has its manifest for itself, in seconds.
 
     Returns:
-        The copy, to be closed when it is not used any more.
+        What is to be closed when the copy is not used any more.
 
     Raises:
         EvictedError: It was removed.
@@ -86,10 +60,10 @@ def hold_copy(folder: Path, patience_s: float) -> HeldCopy:
     path, deadline = folder / MANIFEST, clock.now() + patience_s
     while True:
         try:
-            copy = HeldCopy(folder, fd := os.open(path, READ))
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(fd), os.lstat(path)):
-                return copy
+            held = Descriptor(os.open(path, READ))
+            fcntl.flock(held.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(held.fd), os.lstat(path)):
+                return held
         except FileNotFoundError as error:
             raise EvictedError("was removed meanwhile, to make room", path=folder) from error
         except BlockingIOError as error:  # who removes it holds it for a moment
@@ -100,7 +74,7 @@ def hold_copy(folder: Path, patience_s: float) -> HeldCopy:
         except OSError as error:
             if error.filename is not None:  # it cannot be opened
                 raise
-            return copy  # it cannot be locked
+            return held  # it cannot be locked
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .exchange import chunk_bytes_for, exchange
 from .lease import EvictedError
 from .local_copy import LocalCopy, list_copies
 from .options import StageOptions
-from .transfer import Transfer, lacking_bytes, missing_chunks, opened_again
+from .transfer import Transfer, lacking_bytes, missing_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -160,9 +160,14 @@ def _get(files: list[Transfer], source: Path, options: StageOptions, crew: Crew)
             _exchange(files, source, options, crew, copied, stack)
         except CrewError as error:
             logger.warning("%s: this node reads by itself what it still lacks", error.message)
-            files[:] = opened_again(files)
+            _look_again(files)
         alone = copy_missing(files, source, options)
     return [together + by_itself for together, by_itself in zip(copied, alone, strict=True)]
+
+
+def _look_again(files: list[Transfer]) -> None:
+    for file in files:
+        file.landing.look_again()
 
 
 def _exchange(
@@ -189,7 +194,7 @@ def _exchange(
                 raise
             crew.break_up()
             reason = crew.explain(error)
-            files[:] = opened_again(files)
+            _look_again(files)
             num_lost = len(crew)
             try:
                 crew = stack.enter_context(regrouped(crew, backups))

@@ -61,7 +61,12 @@ class PartialFile:
         self._head = map_head(info, chunk_bytes)
         self._missing: set[int] = set()
         self._was_wrong = False  # perhaps by what a loader had read
-        if not is_whole:
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Find out what has landed. No thread may be at work on the file."""
+        self.close()
+        if not self.is_whole:
             # If all have landed, it was killed before it gave the file its name: one more write leads to that.
             missing = self._read_map()
             self._missing = {*range(self._num_chunks)} if missing is None else missing or {self._num_chunks - 1}
@@ -214,10 +219,6 @@ class PartialFile:
         for path in (self._landed, self._partial):  # a map without its file counts for nothing
             path.unlink(missing_ok=True)
         self._missing = {*range(self._num_chunks)}
-
-    def again(self) -> PartialFile:
-        """Return the same file, as what of it has landed shows."""
-        return PartialFile(self.target, self.info, self.chunk_bytes, self.is_whole, self._own_name)
 
     def close(self) -> None:
         """Close the temporary files, which stay. May be called twice."""

@@ -24,10 +24,10 @@ BY_MONOTONIC = {
     *(
         "datapipe/packing/pace.py",
         "datapipe/packing/pipeline.py",
-        "datapipe/staging/source_files.py",
+        "datapipe/staging/transfer.py",
         "datapipe/staging/local_copy.py",
     ),
-    *("datapipe/dataset/partial_reader.py", "datapipe/dataset/local_first.py", "datapipe/dataset/shard_reader.py"),
+    *("datapipe/dataset/partial_reader.py", "datapipe/dataset/local_first.py", "datapipe/dataset/shard_files.py"),
     *(
         "trainer/ranks/stop.py",
         "trainer/run/loop.py",

@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def test_nothing_is_removed_before_a_refusal(splits, tmp_path, monkeypatch, obst
     before = {path: path.read_bytes() for path in local.rglob("*") if path.is_file()}
     with ExitStack() as stack:
         if obstacle == "in use":
-            stack.enter_context(hold_copy(local / "val", 1))
+            stack.enter_context(closing(hold_copy(local / "val", 1)))
         elif obstacle == "pinned":
             (local / "val" / ".pinned").touch()
         elif obstacle == "room":
