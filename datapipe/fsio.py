@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 import zipfile
@@ -32,6 +33,7 @@ AT_ONCE = 32  # requests at a time to a filesystem that has
 # Kinds in /proc/mounts that are shared over a network, and slow at opening files.
 NETWORK_FILESYSTEMS: tuple[str, ...] = ("lustre", "gpfs", "nfs", "nfs4", "beegfs", "ceph", "wekafs", "panfs", "cifs")
 NETWORK_FILESYSTEMS += ("smb3", "9p", "glusterfs")
+UNKNOWN = "unknown"  # kind of a filesystem, where the system does not tell it
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _warned: set[Path] = set()  # what cannot be read, for which a warning has been logged
 OWN_MODE = 0o755  # what only this user writes to, and others may read
@@ -159,6 +161,30 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
         sync_folder(path.parent)
 
 
+def list_entries(folder: Path | int) -> dict[str, os.stat_result]:
+    """List what lies in a folder, by name; links are not followed. Nothing if it cannot be read.
+
+    Args:
+        folder: Path of the folder, or a descriptor of it.
+    """
+    entries = {}
+    with suppress(OSError), os.scandir(folder) as scanned:
+        for entry in scanned:
+            with suppress(FileNotFoundError):  # removed at this moment
+                entries[entry.name] = entry.stat(follow_symlinks=False)
+    return entries
+
+
+def list_folders(folder: Path, follows: bool = False) -> list[Path]:
+    """List the folders in a folder, and if `follows` links to such, by name. None if it cannot be read."""
+    entries = sorted(list_entries(folder).items())
+    return [
+        folder / name
+        for name, info in entries
+        if stat.S_ISDIR(info.st_mode) or (follows and os.path.isdir(folder / name))
+    ]
+
+
 def _ignore() -> None:
     """Do nothing: no caller watches the progress."""
 
@@ -212,10 +238,14 @@ def existing_folder(path: Path) -> Path:
 
 
 def mounted_as(folder: Path) -> str:
-    """Return the kind of filesystem that a folder lies on, such as lustre or ext4 (proc(5), mounts)."""
+    """Return the kind of filesystem that a folder lies on, such as lustre or ext4 (proc(5), mounts); or UNKNOWN."""
+    try:
+        lines = Path("/proc/self/mounts").read_bytes().splitlines()  # names may be any bytes
+    except OSError:
+        return UNKNOWN
     place, kinds = folder.resolve(), {}
-    for line in Path("/proc/self/mounts").read_bytes().splitlines():  # names may be any bytes
+    for line in lines:
         _, mount, kind = line.split(b" ")[:3]
         name = re.sub(rb"\\([0-7]{3})", lambda escape: bytes([int(escape[1], 8) & 0xFF]), mount)
         kinds[Path(os.fsdecode(name))] = kind.decode()  # the last mount on a folder hides the others
-    return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "unknown")
+    return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), UNKNOWN)

@@ -18,7 +18,7 @@ from pathlib import Path
 from . import clock
 from .errors import StagingError
 from .foreign import check_folder, open_plain
-from .fsio import OWN_MODE, make_folder
+from .fsio import OWN_MODE, list_entries, make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -204,16 +204,18 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
 
 
 def find_holder(folder: Path) -> str:
-    """Name the process that has a folder for itself, in order to stage to it; "" if there is none."""
-    if holder := lock_holder(folder):
-        return holder
-    if lock_holders(folder, shared=True):  # who only looks, as below
-        return ""
-    try:  # it may be in another container
+    """Name the process that has a folder for itself, in order to stage to it; "" if there is none, or no folder."""
+    try:
+        if holder := lock_holder(folder):
+            return holder
+        if lock_holders(folder, shared=True):  # who only looks, as below
+            return ""
         with locked(folder, wait=False, shared=True):
             return ""
-    except BlockingIOError:
+    except BlockingIOError:  # it is in another container
         return "another process"
+    except FileNotFoundError:
+        return ""
 
 
 @contextmanager
@@ -253,10 +255,4 @@ def hold_unused(path: Path) -> Iterator[None]:
 
 def _state_of(folder: Path) -> list[tuple[str, int, int]]:
     """Return what changes while a process copies: names, times, and space taken."""
-    entries = []
-    with suppress(FileNotFoundError), os.scandir(folder) as scanned:
-        for entry in scanned:
-            with suppress(FileNotFoundError):
-                info = entry.stat(follow_symlinks=False)
-                entries.append((entry.name, info.st_mtime_ns, info.st_blocks))
-    return sorted(entries)
+    return sorted((name, info.st_mtime_ns, info.st_blocks) for name, info in list_entries(folder).items())

@@ -191,6 +191,22 @@ def _checksum_head(block_bytes: int, slot_bytes: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{block_bytes} {slot_bytes}".encode())
 
 
+def count_held(folder: Path, sizes: tuple[int, int, int] | None = None) -> int | None:
+    """Return the bytes of all blocks in a folder's slots; None if it has none.
+
+    Args:
+        folder: Folder of the slots.
+        sizes: Number and size of the slots, and size of the blocks' cells, if other slots do not count.
+    """
+    try:
+        slots = BlockSlots(folder)
+    except StagingError:
+        return None
+    held = slots.held_bytes()
+    slots.close()
+    return held if sizes in (None, (slots.num_slots, slots.slot_bytes, slots.block_bytes)) else None
+
+
 def make_slots(folder: Path, num_slots: int, slot_bytes: int, block_bytes: int) -> None:
     """Make the files of a folder's slots, which are free, and have the filesystem reserve their space.
 

@@ -216,7 +216,7 @@ class RepeatedFile:
 
         When many threads fail on this file, the first logs it and the others are silent until its pause is over.
         """
-        pause_s = FIRST_WAIT_S * 2 ** (failed - 1)
+        pause_s: float = FIRST_WAIT_S * 2 ** (failed - 1)
         now = time.monotonic()
         if now >= self._quiet_until:
             self._quiet_until = now + pause_s

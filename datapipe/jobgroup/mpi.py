@@ -30,7 +30,7 @@ def load_mpi() -> ModuleType:
     return MPI
 
 
-def find_problem(placement: Placement) -> SettingError | None:
+def find_mpi_problem(placement: Placement) -> SettingError | None:
     """Return why nodes cannot exchange by MPI: it is not here, or knows other processes; None if they can."""
     try:
         world = load_mpi().COMM_WORLD

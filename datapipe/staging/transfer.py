@@ -9,7 +9,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import xxhash
@@ -19,7 +18,7 @@ from ..dataset.shard_files import File, RepeatedFile
 from ..errors import ShardCorruptError, ShardReadError, StagingError
 from ..watched import Moved
 from .partial_file import PartialFile, WrongBytes
-from .plan import Chunk, Extent, cut
+from .plan import Chunk, Extent, cut_files
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ def _state(info: os.stat_result) -> tuple[int, int, int]:
     return info.st_ino, info.st_size, info.st_mtime_ns
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Transfer:
     """A file on its way.
 
@@ -122,11 +121,13 @@ class Transfer:
         number: Number of its data set, among those that are copied.
         source: File of the source that is copied.
         landing: File of LOCAL that the bytes go to.
+        copied_bytes: Bytes that were read from the source.
     """
 
     number: int
     source: SourceFile
     landing: PartialFile
+    copied_bytes: int = 0
 
     def lacks(self, extent: Extent) -> bool:
         """Return whether bytes of the file have not landed."""
@@ -218,13 +219,5 @@ def _thread_buffer(size: int) -> memoryview:
 def missing_chunks(files: list[Transfer]) -> list[Chunk]:
     """List the chunks of some files that have not landed; of small files, only those that are missing."""
     sizes, chunk_bytes = [file.source.info.size_bytes for file in files], files[0].landing.chunk_bytes
-    chunks = (tuple(e for e in chunk if files[e.file].lacks(e)) for chunk in cut(sizes, chunk_bytes))
+    chunks = (tuple(e for e in chunk if files[e.file].lacks(e)) for chunk in cut_files(sizes, chunk_bytes))
     return [chunk for chunk in chunks if chunk]
-
-
-def lacking_bytes(files: list[Transfer]) -> list[int]:
-    """Return how many bytes have not landed, by file."""
-    sums = [0] * len(files)
-    for extent in chain.from_iterable(missing_chunks(files)):
-        sums[extent.file] += extent.size
-    return sums
