@@ -22,14 +22,14 @@ import xxhash
 
 from .foreign import open_regular
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 # What numpy.load and json raise for a file that is damaged, nested too deep, or incomplete.
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
-PROBED = 4  # items that are timed, to find out whether the filesystem has a high latency
-AT_ONCE = 32  # requests at a time to a filesystem that has
+_PROBED = 4  # items that are timed, to find out whether the filesystem has a high latency
+_AT_ONCE = 32  # requests at a time to a filesystem that has
 # Kinds in /proc/mounts that are shared over a network, and slow at opening files.
 NETWORK_FILESYSTEMS: tuple[str, ...] = ("lustre", "gpfs", "nfs", "nfs4", "beegfs", "ceph", "wekafs", "panfs", "cifs")
 NETWORK_FILESYSTEMS += ("smb3", "9p", "glusterfs")
@@ -38,7 +38,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _warned: set[Path] = set()  # what cannot be read, for which a warning has been logged
 OWN_MODE = 0o755  # what only this user writes to, and others may read
 PRIVATE_MODE = 0o700  # what no other user enters
-BLOCK_BYTES = 1 << 20  # read at once to be hashed: they stay in a core's cache
+_BLOCK_BYTES = 1 << 20  # read at once to be hashed: they stay in a core's cache
 
 
 def partial_path(path: Path, alone: bool = True) -> Path:
@@ -107,19 +107,19 @@ def boot_id() -> str:
         return ""
 
 
-def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+def side_by_side(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
     """Call `function` for each item and return the results in order; in threads where that is faster.
 
     Threads help where most of the time is a filesystem's latency, which the first items tell. Elsewhere they hinder
     each other: listing releases Python's lock at each name, and 8 threads take 3 to 7 times as long as a single one.
     """
     wall, cpu = time.perf_counter(), time.thread_time()
-    results = list(map(function, items[:PROBED]))
+    results = list(map(function, items[:_PROBED]))
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
     if wall <= 2 * cpu:
-        return [*results, *map(function, items[PROBED:])]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return [*results, *pool.map(function, items[PROBED:])]
+        return [*results, *map(function, items[_PROBED:])]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return [*results, *pool.map(function, items[_PROBED:])]
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def checksum(path: Path, moved: Callable[[], None] = _ignore) -> str:
 
 def checksum_of(file: FileIO, moved: Callable[[], None] = _ignore) -> str:
     """Do what `checksum` does, of what is left to read of an open file."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
     while count := file.readinto(buffer):
         moved()
         digest.update(buffer[:count])

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 LOCKS = Path("/proc/locks")
 UNSEEN = "a process that cannot be seen from here"  # in another container, or on another host
 LOOK_S = 0.5  # between looks at a lock that another process holds
-SAY_S = 10.0  # how often to say who holds it
+_SAY_S = 10.0  # how often to say who holds it
 MOMENT_S = 1.0  # a process that only looks at a file has let go of its lock by then
 _warned: set[Path] = set()  # what cannot be locked, for which a warning has been logged
 _locks: set[int] = set()  # descriptors of this process's locks
@@ -195,7 +195,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
             if now > deadline:
                 message = f"{holder} holds its lock, and nothing has changed for {patience_s:g} s (timeout_s)"
                 raise BusyError(f"{message}; end it, or choose another folder", path=folder)
-            if now - said > SAY_S:
+            if now - said > _SAY_S:
                 said = now
                 logger.info("%s: waiting for %s, which holds its lock", folder, holder)
             time.sleep(LOOK_S)

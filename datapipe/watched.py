@@ -25,7 +25,7 @@ TIMEOUT_S = 300.0  # for a read or write, unless a setting says otherwise
 STREAMS = 4  # files at a time: a parallel filesystem serves several streams better than one
 WARN_S = 10.0  # how often to log that something is not answered
 LOOK_S = 1.0  # how often to see whether the time is over: if the process is stopped meanwhile, that is late
-GRACE_S = 1.0  # for the read or write that a thread is in when it should end
+_GRACE_S = 1.0  # for the read or write that a thread is in when it should end
 
 
 class Moved(Protocol):
@@ -101,7 +101,7 @@ def work_on_files(
             yield ready.pop(number)
     finally:
         ending.set()
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + _GRACE_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 SLOTS, TAGS = ".slots", ".tags"
 TAG = np.dtype([("block", "<i8"), ("size", "<i8"), ("checksum", "<u8")])
 FREE, BUSY = -1, -2  # in place of a block: nothing; a process is writing
-LOCK_TRIES, LOCK_PAUSE_S = 50, 0.002
-MOMENT_S = 1.0  # who only looks at slots has let go of their lock by then
+_LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.002
+_MOMENT_S = 1.0  # who only looks at slots has let go of their lock by then
 
 
 class BlockSlots:
@@ -78,13 +78,13 @@ class BlockSlots:
             if self.is_writable:
                 for slot in np.flatnonzero(self._tags["block"] == BUSY).tolist():
                     _write_tag(tags, slot, FREE)
-        deadline = clock.now() + MOMENT_S
+        deadline = clock.now() + _MOMENT_S
         while True:  # until another process has freed its own; some filesystems have no locks
             try:
                 fcntl.flock(slots.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 if clock.now() < deadline:
-                    time.sleep(MOMENT_S / 20)
+                    time.sleep(_MOMENT_S / 20)
                     continue
             except OSError:
                 pass
@@ -158,12 +158,12 @@ class BlockSlots:
         """Lock the tags; yield whether they are: another process that holds them for long is not waited for."""
         with self._lock:
             is_mine = False
-            for _ in range(LOCK_TRIES):
+            for _ in range(_LOCK_TRIES):
                 with suppress(OSError):
                     fcntl.flock(tags.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     is_mine = True
                     break
-                time.sleep(LOCK_PAUSE_S)
+                time.sleep(_LOCK_PAUSE_S)
             try:
                 yield is_mine
             finally:
@@ -202,9 +202,9 @@ def count_held(folder: Path, sizes: tuple[int, int, int] | None = None) -> int |
         slots = BlockSlots(folder)
     except StagingError:
         return None
-    held = slots.held_bytes()
+    num_bytes = slots.held_bytes()
     slots.close()
-    return held if sizes in (None, (slots.num_slots, slots.slot_bytes, slots.block_bytes)) else None
+    return num_bytes if sizes in (None, (slots.num_slots, slots.slot_bytes, slots.block_bytes)) else None
 
 
 def make_slots(folder: Path, num_slots: int, slot_bytes: int, block_bytes: int) -> None:

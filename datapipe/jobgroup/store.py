@@ -17,7 +17,7 @@ from ..cluster import Placement
 from ..errors import DatapipeError, OtherNodeError, StagingError
 
 Answer = TypeVar("Answer")
-LOOK_S = 0.1
+_LOOK_S = 0.1
 
 
 class CrewError(StagingError):
@@ -122,10 +122,10 @@ def _wait_for(place: tuple[str, int], timeout_s: float, option: str) -> None:
     deadline = clock.now() + timeout_s
     while True:
         try:
-            socket.create_connection(place, timeout=max(LOOK_S, deadline - clock.now())).close()
+            socket.create_connection(place, timeout=max(_LOOK_S, deadline - clock.now())).close()
             return
         except OSError as error:
-            if clock.now() > deadline - LOOK_S:
+            if clock.now() > deadline - _LOOK_S:
                 what = f"process 0 does not answer within {timeout_s:g} s ({option}): {error.strerror or error}"
                 raise CrewError(f"{place[0]}:{place[1]}: {what}") from error
-            time.sleep(LOOK_S)
+            time.sleep(_LOOK_S)

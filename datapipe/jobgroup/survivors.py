@@ -22,7 +22,7 @@ from ..errors import DatapipeError
 from .group import LOOK_S, Crew
 from .heart import LISTEN_S
 from .network import address_towards
-from .rendezvous import opened
+from .rendezvous import parting
 from .secret import SignedStore
 from .store import CrewError, ask, connect_store
 
@@ -72,7 +72,7 @@ def regrouped(crew: Crew, backups: Backups) -> Iterator[Crew]:
     place = replace(place, rank=rank, world_size=len(survivors), has_store=True)
     rest = Crew(crew.noun, f"{crew.prefix}/again", stores, place, crew.timeout_s, crew.option)
     rest.settle([crew.hosts[node] for node in survivors], rank, [crew.numbers[node] for node in survivors])
-    with opened(rest):
+    with parting(rest):
         yield rest
 
 

@@ -124,7 +124,8 @@ def open_loader(
         if cache is not None:
             if backend == "webdataset" and not os.path.exists(Path(path) / MANIFEST):
                 raise SettingError(f"cache: {path} cannot be staged; allowed: with a packed data set")
-            from ..staging import StageOptions, open_cache
+            from ..staging import StageOptions
+            from ..staging.copy import open_cache
 
             staging = StageOptions(timeout_s=options.timeout_s)
             folder, is_whole = open_cache(Path(path), Path(cache), staging, holds, accepts_part=backend != "webdataset")

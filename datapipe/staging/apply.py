@@ -40,8 +40,7 @@ def prepare(request: Request, stack: ExitStack) -> list[LocalCopy]:
         The copies, with what is known of each.
 
     Raises:
-        BusyError: Another process is staging, and this one does not wait.
-        StagingError, SettingError: What `stage` raises.
+        BusyError: Another process is staging, and this one does not wait. And what `stage` raises.
     """
     copies, local, options = request.copies, request.local, request.options
     decisions, beside = check(request)
@@ -138,10 +137,10 @@ def _take_over(copy: LocalCopy, request: Request) -> LocalCopy:
 
 def _reserve(request: Request, begun: Sequence[LocalCopy]) -> None:
     """Make room for what is missing, and say in each folder of what it will be a copy: it is kept free from then on."""
-    contents = [copy.read_folder() for copy in begun]
-    needed = sum(_needed_bytes(copy, content) for copy, content in zip(begun, contents, strict=True))
     if not begun:
         return
+    contents = [copy.read_folder() for copy in begun]
+    needed = sum(_needed_bytes(copy, content) for copy, content in zip(begun, contents, strict=True))
     with reserved_room(request, needed):
         for copy, content in zip(begun, contents, strict=True):
             if not is_handmade(content, copy):
@@ -170,12 +169,8 @@ def remove_slots(copy: LocalCopy) -> None:
 def sweep(copy: LocalCopy, continued: Collection[FileInfo]) -> None:
     """Remove temporary files that no process will continue, from a folder that has an `.origin.json`.
 
-    If the copy is not locked, other processes may be at work there: then only files go whose process, as their names
-    tell, was on this host and has ended.
-
-    Args:
-        copy: Copy of a data set.
-        continued: Files of the data set of which the temporary files stay.
+    Those of `continued` files stay. If the copy is not locked, other processes may be at work there: then only files go
+    whose process, as their names tell, was on this host and has ended.
     """
     stay = {temporary_path(copy.target / file.name, kind) for file in continued for kind in KINDS}
     for path in {path for kind in KINDS for path in copy.target.glob(f".*.{kind}")} - stay:

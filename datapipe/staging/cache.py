@@ -64,14 +64,9 @@ def claim(copy: FolderContent, stack: ExitStack, job: str = "", is_locked: bool 
 
 
 def remove(copy: FolderContent, why: str) -> bool:
-    """Remove a copy, its manifest first, and its folder if that is empty then.
+    """Remove a copy, its manifest first, and its folder if that is empty then; `why` is for the log.
 
-    Args:
-        copy: Copy of any user.
-        why: Reason, for the log.
-
-    Returns:
-        Whether it was removed; False if `claim` says that it may not, or something cannot be removed.
+    Return whether it was removed; False if `claim` says that it may not, or something cannot be removed.
     """
     with ExitStack() as stack:
         fd = claim(copy, stack)

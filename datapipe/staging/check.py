@@ -39,10 +39,7 @@ def check(request: Request, is_locked: bool = False) -> tuple[list[Decision], li
         is_locked: Whether this process has locked the folder.
 
     Returns:
-        What is to be done in each copy's folder, and copies that are to be removed.
-
-    Raises:
-        StagingError, SettingError: What `stage` raises.
+        What is to be done in each copy's folder, and copies that are to be removed. Raises what `stage` raises.
     """
     options = request.options
     watched.call(partial(_check_places, request), options.timeout_s, request.source)
@@ -152,12 +149,7 @@ def claim_all(
 
 
 def warn_of_place(source: Path, local: Path) -> None:
-    """Say so, once, if LOCAL is not on a disk of this node.
-
-    Args:
-        source: Folder of a data set.
-        local: Folder for its copy, which may not exist yet.
-    """
+    """Say so, once, if LOCAL, the folder for a copy, which may not exist yet, is not on a disk of this node."""
     folder = existing_folder(local)
     kind = mounted_as(folder)
     if (place := (kind, local.absolute().parent)) in _reported:  # of the first of several splits
@@ -185,17 +177,8 @@ def make_first_room(request: Request) -> None:
 def reserved_room(request: Request, needed: int) -> Iterator[None]:
     """Check that there is space, and make room for it if that is allowed; until this ends, no other process does so.
 
-    Other copies that are unfinished, and that a process is at work on, keep what they still need.
-
-    Args:
-        request: Data sets, the folder for their copies, and whether other copies beside it may be removed.
-        needed: Bytes that are to be written.
-
-    Yields:
-        Nothing; the notes are to be written that promise the room.
-
-    Raises:
-        StagingError: There is not enough space.
+    Other copies that are unfinished, and that a process is at work on, keep what they still need. In the body of
+    `with`, the notes are to be written that promise the room. Raises StagingError when there is not enough.
     """
     with locked_soon(request.cache, _PATIENCE_S):
         if needed:

@@ -15,15 +15,19 @@ from .. import watched
 from ..console import Progress
 from ..dataset.block_slots import SLOTS, count_held, make_slots
 from ..dataset.index import open_index
-from ..dataset.manifest import INDEX
+from ..dataset.manifest import INDEX, MANIFEST, read_content
 from ..dataset.shard_files import room_for
 from ..errors import DatapipeError, OtherNodeError, SettingError, StagingError
-from ..fsio import PRIVATE_MODE, make_folder
-from ..locks import hold_lock
+from ..foreign import check_folder
+from ..fsio import OWN_MODE, PRIVATE_MODE, make_folder
+from ..locks import find_holder, hold_lock
 from ..sampling.block_order import grid, longest
 from ..watched import Moved, work_on_files
 from .apply import prepare, remove_others, remove_slots, sweep
+from .cache import remove
 from .check import check, make_first_room, reserved_room, warn_of_place
+from .decide import is_earlier
+from .folder_content import find_copies
 from .lease import EvictedError, keep_for_job
 from .local_copy import LocalCopy
 from .options import Request, StageOptions
@@ -56,14 +60,11 @@ class Staged:
 
 
 def stage_copies(request: Request, holds: ExitStack | None = None) -> list[Staged]:
-    """Copy data sets by this process alone.
+    """Copy data sets by this process alone, and return one result per data set.
 
     Args:
         request: Data sets, and the folder for their copies.
         holds: Stack that lets the copies go, which no process removes until then (default: they are not held).
-
-    Returns:
-        One result per data set.
     """
     options = request.options
     for attempt in range(_ATTEMPTS):
@@ -152,21 +153,69 @@ def report(prepared: Sequence[LocalCopy], files: list[Transfer], lacked: list[in
     ]
 
 
+def open_cache(
+    source: Path, cache: Path, options: StageOptions, holds: ExitStack | None, accepts_part: bool
+) -> tuple[Path, bool]:
+    """Stage a data set to a cache as `stage_once` does, or use what of it is there.
+
+    Args:
+        source: The data set.
+        cache: A node-local folder, see `stage_once`.
+        options: Settings of staging.
+        holds: Stack that lets the copy go, which no process removes until then.
+        accepts_part: Whether a copy may be used that is still arriving in the background, or a folder that has room for
+            a part only.
+
+    Returns:
+        The folder of the copy, and whether it is whole.
+    """
+    with errors_name_the_node():
+        content = watched.call(lambda: read_content(source), options.timeout_s, source / MANIFEST)
+        copies = [LocalCopy.of_content(source, cache, content)]
+        name = source.resolve().name
+        copies += [replace(copies[0], target=cache / target) for target in (name, f"{name}-{copies[0].digest}")]
+        there = ((copy, copy.read_folder()) for copy in copies)
+        copy, folder = next(((copy, its) for copy, its in there if its.digest == copy.digest), (copies[-1], None))
+        check_folder(copy.target)  # a part is not checked as a whole: only the samples' short checksums are compared
+        origin = folder and folder.origin
+        if folder and origin and origin.capacity_bytes and not folder.is_whole:
+            raise StagingError(
+                "its room for a part is not ready: stage to it again, with --mode slice", path=copy.target
+            )
+        if origin and origin.capacity_bytes and not accepts_part:
+            raise SettingError(f"cache: {copy.target} has room for a part only; this needs the whole data set")
+        is_arriving = accepts_part and origin and origin.in_background and find_holder(copy.target)
+        if origin and (origin.capacity_bytes or is_arriving):
+            copy.touch()
+            return copy.target, False
+        make_folder(cache.parent, PRIVATE_MODE)
+        make_folder(cache, OWN_MODE)
+        is_own = copy.target.parent == cache
+        options = replace(options, evict=is_own)
+        request = Request(source, copy.target, [copy], options, trusts=True, checks_beside=False)
+        (staged,) = stage_copies(request, holds)
+        if staged.copied_bytes and is_own:
+            _remove_earlier(copy)
+    return copy.target, True
+
+
+def _remove_earlier(copy: LocalCopy) -> None:
+    """Remove the copies of earlier versions of a data set, beside that of its present version, that may be removed."""
+    for other in find_copies(copy.target.parent):
+        if is_earlier(other, copy.resolved, copy.identity) and other.digest != copy.digest:
+            remove(other, f"{copy.target.name} is of a later version")
+
+
 # --- room for a part of a data set, which loaders fill with what they need soonest ---
 
 
 def stage_slice(request: Request) -> list[Staged]:
     """Copy what fits into the capacity, the smallest data sets first; the largest gets slots in what is left.
 
-    Args:
-        request: Data sets, the folder for their copies, and `capacity_bytes`; a chunk has the size of a block.
-
-    Returns:
-        One result per data set.
+    A chunk has the size of a block. Return one result per data set.
 
     Raises:
-        SettingError: The capacity is less than a block, or a smaller data set does not fit.
-        DatapipeError, OSError: What `stage` raises.
+        SettingError: The capacity is less than a block, or a smaller data set does not fit. And what `stage` raises.
     """
     options, local = request.options, request.local
     assert options.capacity_bytes is not None

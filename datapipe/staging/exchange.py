@@ -37,16 +37,8 @@ LEAST_BYTES = 256 << 10  # but not smaller than this
 _LOOK_S = 0.2
 
 
-Round = tuple[int | None, ...]  # by node, the number of the chunk that it gives
-
-
 def chunk_bytes_for(num_nodes: int, chunk_bytes: int) -> int:
-    """Return the size of a chunk, with which a round of so many nodes fits into memory.
-
-    Args:
-        num_nodes: Number of nodes that give a chunk each.
-        chunk_bytes: Size of a chunk that is asked for, in bytes.
-    """
+    """Return the size of a chunk, at most `chunk_bytes`, with which a round of so many nodes fits into memory."""
     room = ROUND_BYTES // num_nodes
     return min(chunk_bytes, max(LEAST_BYTES, 1 << (room.bit_length() - 1)))
 
@@ -91,7 +83,7 @@ class _Exchange:
         mine = [any(files[extent.file].lacks(extent) for extent in chunk) for chunk in chunks]
         missing = np.array([_unpack(text, len(chunks)) for text in crew.gather("missing", _pack(mine))])
         shares = share_reads(missing, max(1, self._options.chunk_bytes // chunk_bytes))
-        self._rounds: list[Round] = list(zip_longest(*shares))
+        self._rounds = list(zip_longest(*shares))  # of each, by node, the number of the chunk that it gives, or None
         self._mine = shares[self._index]
         self._room_bytes = max((sum(extent.size for extent in chunk) for chunk in chunks), default=0)
         self._lock = threading.Lock()

@@ -80,12 +80,12 @@ class Origin:
         return origin
 
     def write(self, folder: Path) -> None:
-        """Write it into the copy's folder."""
+        """Write it into the copy's folder, with a mode for which it is believed, whatever the umask."""
         path = folder / ORIGIN
         partial = temporary_path(path, PARTIAL, make_own_name())  # `sweep` knows its process, also without locks
         try:
             with named(partial):
-                with open(partial, "xb", opener=_open_own) as file:
+                with open(partial, "xb", opener=lambda path, flags: os.open(path, flags, 0o644)) as file:
                     file.write(json.dumps(asdict(self)).encode())
                     file.flush()
                     os.fsync(file.fileno())
@@ -93,10 +93,6 @@ class Origin:
         except OSError:
             partial.unlink(missing_ok=True)  # of a full disk
             raise
-
-
-def _open_own(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o644)  # so that it is believed, whatever the umask
 
 
 @dataclass(frozen=True)

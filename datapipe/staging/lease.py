@@ -61,7 +61,7 @@ def hold_copy(folder: Path, patience_s: float) -> Descriptor:
         patience_s: Longest time to wait for a process that has its manifest for itself, in seconds.
 
     Returns:
-        What is to be closed when the copy is not used any more.
+        Descriptor to close when the copy is not used any more.
 
     Raises:
         EvictedError: It was removed.
@@ -70,10 +70,10 @@ def hold_copy(folder: Path, patience_s: float) -> Descriptor:
     path, deadline = folder / MANIFEST, clock.now() + patience_s
     while True:
         try:
-            held = Descriptor(os.open(path, READ))
-            fcntl.flock(held.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(held.fd), os.lstat(path)):
-                return held
+            descriptor = Descriptor(os.open(path, READ))
+            fcntl.flock(descriptor.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor.fd), os.lstat(path)):
+                return descriptor
         except FileNotFoundError as error:
             raise EvictedError("was removed meanwhile, to make room", path=folder) from error
         except BlockingIOError as error:  # who removes it holds it for a moment
@@ -84,7 +84,7 @@ def hold_copy(folder: Path, patience_s: float) -> Descriptor:
         except OSError as error:
             if error.filename is not None:  # it cannot be opened
                 raise
-            return held  # it cannot be locked
+            return descriptor  # it cannot be locked
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from ..dataset.manifest import (
     Manifest,
     compute_digest,
     compute_identity,
-    find_data_sets,
-    read_content,
 )
 from ..errors import StagingError
 from ..foreign import read_own
@@ -154,7 +152,7 @@ class LocalCopy:
         """Find the files that are in place with their checksum. A process that waits for them sees that this one works.
 
         Args:
-            timeout_s: Longest time that a read may take.
+            timeout_s: Longest time that a read may take, in seconds.
             trusts: Whether files that were checked since the node booted, and not changed since, count as good.
 
         Returns:
@@ -257,15 +255,3 @@ class LocalCopy:
                 info = (self.target / file.name).stat()
                 states[file.name] = [info.st_ino, info.st_size, info.st_mtime_ns]
         return states
-
-
-def list_copies(source: Path, local: Path) -> list[LocalCopy]:
-    """List the data sets at `source` (itself, or its splits), and where in `local` their copies belong.
-
-    Raises ManifestError when there is none.
-    """
-    folders = find_data_sets(source)
-    if folders == [source]:
-        return [replace(LocalCopy.of_content(source, local, read_content(source)), splits=())]
-    copies = [LocalCopy.of_content(path, local / path.name, read_content(path)) for path in folders]
-    return [replace(copy, splits=tuple(path.name for path in folders)) for copy in copies]

@@ -35,15 +35,12 @@ PROTOCOL = 4  # of what nodes tell each other; to be raised when that changes
 
 
 def stage_together(source: Path, local: Path, options: StageOptions) -> list[Staged]:
-    """Do what `stage` does, with mode "exchange". Raises what `stage` does.
+    """Do what `stage` does, with mode "exchange"; return one result per data set.
 
     Args:
         source: Data set, or the folder of its splits.
         local: Folder for the copy.
         options: Settings of staging.
-
-    Returns:
-        One result per data set.
     """
     problem = find_mpi_problem(options.placement) if options.transport == "mpi" else None  # in the thread of MPI
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import watched
 from ..checks import check_name, check_seconds, checked_int, is_number
 from ..cluster import Placement
+from ..dataset.manifest import find_data_sets, read_content
 from ..errors import SettingError
 from ..names import STAGE_MODES, TRANSPORTS
 from ..watched import STREAMS, TIMEOUT_S
-from .local_copy import LocalCopy, list_copies
+from .local_copy import LocalCopy
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,14 @@ class Request:
 
     @classmethod
     def read(cls, source: Path, local: Path, options: StageOptions) -> Request:
-        """Ask for the data sets at `source`: itself, or its splits. Raises ManifestError when there is none.
+        """Return the request for the data sets at `source` (itself, or its splits). Raises ManifestError for none.
 
         Args:
             source: A data set, or the folder of its splits.
             local: The folder for the copy; splits become its sub-folders.
             options: Settings of staging.
         """
-        copies = watched.call(lambda: list_copies(source, local), options.timeout_s, source)
+        copies = watched.call(lambda: _list_copies(source, local), options.timeout_s, source)
         return cls(source, local, copies, options)
 
     @property
@@ -132,3 +133,15 @@ class Request:
     def spared(self) -> set[Path]:
         """Folders that do not make room: the copies', and their sources'."""
         return {self.source, self.local} | {path for copy in self.copies for path in (copy.source, copy.target)}
+
+
+def _list_copies(source: Path, local: Path) -> list[LocalCopy]:
+    """List the data sets at `source` (itself, or its splits), and where in `local` their copies belong.
+
+    Raises ManifestError when there is none.
+    """
+    folders = find_data_sets(source)
+    if folders == [source]:
+        return [replace(LocalCopy.of_content(source, local, read_content(source)), splits=())]
+    copies = [LocalCopy.of_content(path, local / path.name, read_content(path)) for path in folders]
+    return [replace(copy, splits=tuple(path.name for path in folders)) for copy in copies]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,8 @@ import xxhash
 
 from ..dataset.manifest import FileInfo
 from ..dataset.partial_reader import LANDED, PARTIAL, map_head, temporary_path, write_landed
-from ..foreign import READ, open_own, open_regular
+from ..errors import StagingError
+from ..foreign import open_own, open_regular, read_own
 from ..fsio import checksum, named
 from ..watched import Moved
 
@@ -67,9 +67,9 @@ class PartialFile:
 
     def _read_map(self) -> set[int] | None:
         """Return the chunks that have not landed yet; None where there is no map of this file."""
-        with suppress(OSError):  # there is none, or it is a link
+        with suppress(OSError, StagingError):  # there is none, or it is a link, or another user's
             size = os.lstat(self._partial).st_size
-            content = _read_own(self._landed)
+            content = read_own(self._landed)
             flags = content[len(self._head) :]
             is_map = content.startswith(self._head) and len(flags) == self._num_chunks * (1 + _SUM_BYTES) + 1
             if is_map and size == self.info.size_bytes:
@@ -80,9 +80,6 @@ class PartialFile:
         """Compare the chunks that have landed with their checksums; those that differ are missing again.
 
         A power cut can leave zeros where the map, which reached the disk earlier, says that a chunk has landed.
-
-        Args:
-            moved: Function that is called after each read.
         """
         landed = {*range(self._num_chunks)} - self._missing
         if self.is_whole or self._num_chunks == 1 or not landed:
@@ -139,12 +136,7 @@ class PartialFile:
         return self._map_fd >= 0 and os.pread(self._map_fd, 1, len(self._head) + offset // self.chunk_bytes) == b"\1"
 
     def write(self, offset: int, data: memoryview) -> bool:
-        """Write a chunk; return whether it was the last one.
-
-        Args:
-            offset: Place in the file, a multiple of the chunks' size.
-            data: Bytes of the chunk; none if it is there.
-        """
+        """Write a chunk that begins at `offset` (no bytes if it is there); return whether it was the last one."""
         self.open()
         with named(self._partial):
             done = 0
@@ -173,9 +165,6 @@ class PartialFile:
 
     def finish(self, moved: Moved) -> None:
         """Compare what lies on the disk with the checksum, and give the file its name.
-
-        Args:
-            moved: Function that is called after each read and write.
 
         Raises:
             WrongBytes: It has another checksum. It is forgotten, and may be copied again.
@@ -217,10 +206,3 @@ class PartialFile:
                 if fd >= 0:
                     os.close(fd)
             self._fd = self._map_fd = -1
-
-
-def _read_own(path: Path) -> bytes:
-    fd = os.open(path, READ)
-    with os.fdopen(fd, "rb") as file:
-        info = os.fstat(fd)
-        return file.read() if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() else b""

@@ -129,14 +129,11 @@ def _count(copy: FolderContent, names: Collection[str] = ()) -> tuple[int, int]:
 
 
 def wait_until_whole(local: Path, timeout_s: float = TIMEOUT_S) -> StageProgress:
-    """Wait until another process has staged to a folder, and say how far it is every 10 s.
+    """Wait until another process has staged to a folder, and say how far it is every 10 s; return the progress then.
 
     Args:
         local: Folder of a copy, or of the copies of several splits.
         timeout_s: Longest time without a change there, in seconds.
-
-    Returns:
-        The progress at the end: all is there.
 
     Raises:
         StagingError: No process stages there, or it does nothing.

@@ -27,11 +27,7 @@ _memory = threading.local()
 
 
 class Throttle:
-    """Keeps all threads together below a rate. Thread-safe.
-
-    Args:
-        bytes_per_s: Highest rate; None: any.
-    """
+    """Keeps all threads together below a rate in bytes per second (None: any). Thread-safe."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
@@ -134,14 +130,7 @@ class Transfer:
         return self.landing.lacks(extent.offset)
 
     def copy(self, extent: Extent, moved: Moved) -> int:
-        """Copy bytes; finish the file if they were the last ones.
-
-        Args:
-            extent: Extent of this file, which is part of a chunk.
-            moved: Function that is called after each read and write.
-
-        Returns:
-            The bytes that were read from the source.
+        """Copy bytes; finish the file if they were the last ones. Return the bytes that were read from the source.
 
         Raises:
             ShardCorruptError, StagingError, OSError: As `finish`, and `SourceFile.fill`.
@@ -173,11 +162,7 @@ class Transfer:
     def finish(self, moved: Moved) -> int:
         """Check a file of which all bytes have landed, and copy it once more where it is not what it should be.
 
-        Args:
-            moved: Function that is called after each read and write.
-
-        Returns:
-            The bytes that were read from the source.
+        Return the bytes that were read from the source. `moved` is called after each read and write.
 
         Raises:
             ShardCorruptError: The source does not have its checksum either.

@@ -24,7 +24,8 @@ from datapipe.staging.cache import clean, evict
 from datapipe.staging.decide import decide, decide_beside
 from datapipe.staging.folder_content import CHECKED, ORIGIN, FolderContent, find_copies
 from datapipe.staging.lease import Lease, keep_for_job
-from datapipe.staging.local_copy import LocalCopy, list_copies
+from datapipe.staging.local_copy import LocalCopy
+from datapipe.staging.options import Request
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 
 SHARD = "shard-000001.tar"
@@ -44,7 +45,7 @@ class Place:
 
     @property
     def wanted(self) -> LocalCopy:
-        (copy,) = list_copies(self.source, self.local)
+        (copy,) = Request.read(self.source, self.local, StageOptions()).copies
         return copy
 
     def repack(self) -> None:
@@ -211,7 +212,7 @@ def test_what_other_copies_still_need_is_not_free(tmp_path, disk, monkeypatch):
     """Of 24 MiB, a process that is at work needs 15; it gets them, whoever begins meanwhile. Then nothing is left."""
     make_data_set(tmp_path / "first", [15 * CHUNK])
     make_data_set(tmp_path / "second", [10 * CHUNK], 1)
-    (first,) = list_copies(tmp_path / "first", disk / "first")
+    (first,) = Request.read(tmp_path / "first", disk / "first", StageOptions()).copies
     first.target.mkdir()
     first.write_origin(False)
     in_job = StageOptions(placement=Placement(job=JOB))

@@ -112,7 +112,7 @@ class Nodes:
 @pytest.fixture
 def join(monkeypatch):
     """join(world, left) -> the connections between two nodes, of which process 0 and process 2 stage."""
-    monkeypatch.setattr(mpi, "LOOK_S", 0.01)
+    monkeypatch.setattr(mpi, "_LOOK_S", 0.01)
 
     def join(world: World, left: dict[int, str]) -> mpi.MpiGroup:
         monkeypatch.setattr(mpi, "load_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
