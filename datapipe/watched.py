@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from . import clock
 from .errors import DatapipeError
@@ -61,49 +61,66 @@ def work_on_files(
     Raises:
         DatapipeError: Nothing moved for `limit_s` seconds; names the file. And whatever `work` raises.
     """
-    upcoming: queue.SimpleQueue[int] = queue.SimpleQueue()
-    answers: queue.SimpleQueue[Done] = queue.SimpleQueue()
-    for number in range(len(items)):
-        upcoming.put(number)
-    doing: dict[int, tuple[float, Path]] = {}  # by thread: when it last moved (`clock`), and the file it is at
-    ending = threading.Event()
-
-    def run(thread: int) -> None:
-        def moved(path: Path | None = None) -> None:
-            if ending.is_set():
-                raise _Ended
-            doing[thread] = clock.now(), path or doing[thread][1]
-
-        while not ending.is_set():
-            try:
-                number = upcoming.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                moved(path_of(items[number]))
-                answers.put((number, work(items[number], moved), None))
-            except BaseException as error:
-                answers.put((-1, None, error))
-            finally:
-                doing.pop(thread, None)
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(min(count, len(items)))]
+    common = _Common(work, items, path_of)
+    threads = [threading.Thread(target=common.run, args=(i,), daemon=True) for i in range(min(count, len(items)))]
     for thread in threads:
         thread.start()
     try:
         ready: dict[int, Result] = {}
         for number in range(len(items)):
             while number not in ready:
-                which, result, error = _answer(answers, doing, limit_s)
+                which, result, error = _answer(common.answers, common.doing, limit_s)
                 if error is not None:
                     raise error
                 ready[which] = result
             yield ready.pop(number)
     finally:
-        ending.set()
+        common.ending.set()
         deadline = time.monotonic() + _GRACE_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class _Common(Generic[Item, Result]):
+    """What the threads of `work_on_files` share.
+
+    Attributes:
+        answers: Results, as they come.
+        doing: By thread, when it last moved (`clock`), and the file that it is at.
+        ending: Set when the threads are to end.
+    """
+
+    def __init__(
+        self, work: Callable[[Item, Moved], Result], items: Sequence[Item], path_of: Callable[[Item], Path]
+    ) -> None:
+        self._work, self._items, self._path_of = work, items, path_of
+        self._upcoming: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(len(items)):
+            self._upcoming.put(number)
+        self.answers: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self.doing: dict[int, tuple[float, Path]] = {}
+        self.ending = threading.Event()
+
+    def run(self, thread: int) -> None:
+        """Work on one item after the other, in a thread."""
+
+        def moved(path: Path | None = None) -> None:
+            if self.ending.is_set():
+                raise _Ended
+            self.doing[thread] = clock.now(), path or self.doing[thread][1]
+
+        while not self.ending.is_set():
+            try:
+                number = self._upcoming.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                moved(self._path_of(self._items[number]))
+                self.answers.put((number, self._work(self._items[number], moved), None))
+            except BaseException as error:
+                self.answers.put((-1, None, error))
+            finally:
+                self.doing.pop(thread, None)
 
 
 def call(

@@ -35,7 +35,7 @@ _FIRST_LOOK_S = 0.005  # the others come to most questions at the same time; eac
 
 
 class Crew:
-    """The processes of a job, and its nodes. See `meeting.open_crew`.
+    """The processes of a job, and its nodes. See `rendezvous.open_crew`.
 
     Attributes:
         index: Number of this node, from 0.
