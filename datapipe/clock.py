@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
-TICK_S = 0.25  # how often a thread looks at the clock
+_TICK_S = 0.25  # how often a thread looks at the clock
 OUTLASTS_ALL = timedelta(days=365)  # for the limits of libraries: their clocks run on while the process is stopped
 MOST_S = 1.0  # that count between two looks: after more than this, the process has not run in between
 
@@ -72,7 +72,7 @@ def lost_s() -> float:
 
 def _tick() -> None:
     while True:
-        time.sleep(TICK_S)
+        time.sleep(_TICK_S)
         _clock.now()
 
 

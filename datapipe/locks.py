@@ -26,7 +26,7 @@ LOCKS = Path("/proc/locks")
 UNSEEN = "a process that cannot be seen from here"  # in another container, or on another host
 LOOK_S = 0.5  # between looks at a lock that another process holds
 _SAY_S = 10.0  # how often to say who holds it
-MOMENT_S = 1.0  # a process that only looks at a file has let go of its lock by then
+_MOMENT_S = 1.0  # a process that only looks at a file has let go of its lock by then
 _warned: set[Path] = set()  # what cannot be locked, for which a warning has been logged
 _locks: set[int] = set()  # descriptors of this process's locks
 
@@ -144,7 +144,7 @@ def locked_soon(folder: Path, limit_s: float) -> Iterator[bool]:
                 is_locked = stack.enter_context(locked(folder, wait=False))
                 break
             except BlockingIOError:
-                time.sleep(MOMENT_S / 20)
+                time.sleep(_MOMENT_S / 20)
             except OSError:  # this user may not list it
                 break
         yield is_locked
@@ -185,7 +185,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
                 with suppress(FileNotFoundError):
                     holder = lock_holder(folder) or holder
             if not waits and clock.now() < begun + LOOK_S / 2:  # of who only looks
-                time.sleep(MOMENT_S / 20)
+                time.sleep(_MOMENT_S / 20)
                 continue
             if not waits:
                 raise BusyError(f"{holder} is staging to it", path=folder)
@@ -233,7 +233,7 @@ def hold_unused(path: Path) -> Iterator[None]:
         yield
         return
     try:
-        deadline = clock.now() + MOMENT_S
+        deadline = clock.now() + _MOMENT_S
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -243,7 +243,7 @@ def hold_unused(path: Path) -> Iterator[None]:
                     holder = lock_holder(path, shared=True) or UNSEEN
                     message = f"is in use by {holder}: wait until that ends, or choose another folder"
                     raise StagingError(message, path=path.parent) from error
-                time.sleep(MOMENT_S / 20)
+                time.sleep(_MOMENT_S / 20)
             except OSError as error:
                 message = f"cannot be locked ({error.strerror}), so that a process may use it"
                 advice = "choose another folder, or make sure that none does, and remove it"

@@ -166,11 +166,12 @@ def describe_copies(cache: Path) -> list[dict[str, Any]]:
 def _list_processes(path: Path, shared: bool) -> list[dict[str, Any]]:
     """List the processes that hold a lock, or also those that share it, as far as they can be seen from here."""
     processes = []
-    for pid in lock_holders(path, shared) if path.exists() else ():
-        with suppress(OSError):  # it has ended
-            folder = Path("/proc", str(pid))
-            name, user = (folder / "comm").read_text().strip(), user_name(folder.stat().st_uid)
-            processes.append({"pid": pid, "name": name, "user": user})
+    with suppress(OSError):  # there is none, or it is removed at this moment
+        for pid in lock_holders(path, shared):
+            with suppress(OSError):  # it has ended
+                folder = Path("/proc", str(pid))
+                name, user = (folder / "comm").read_text().strip(), user_name(folder.stat().st_uid)
+                processes.append({"pid": pid, "name": name, "user": user})
     return processes
 
 

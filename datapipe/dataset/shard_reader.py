@@ -19,9 +19,9 @@ from ..errors import DatapipeError
 from ..names import IOS, Io
 from .shard_files import Data, DirectFile, File, MappedFile, RepeatedFile
 
-CLOSE_S = 0.5  # how long to wait for files to be closed
+_CLOSE_S = 0.5  # how long to wait for files to be closed
 SLACK = 16  # one of so many parts of a block may be read in addition, to have whole chunks
-SPARE_FILES = 256  # descriptors for everything else
+_SPARE_FILES = 256  # descriptors for everything else
 
 
 class Read(NamedTuple):
@@ -212,7 +212,7 @@ def release(things: list[Any]) -> None:
     Closing hangs, too, on a filesystem that does not answer. So a thread does it, for which this waits only a moment.
     """
     try:
-        watched.call(things.clear, CLOSE_S, "files", "closing")
+        watched.call(things.clear, _CLOSE_S, "files", "closing")
     except DatapipeError:  # it hangs
         return
     except RuntimeError:  # the interpreter goes down, and starts no more threads
@@ -222,7 +222,7 @@ def release(things: list[Any]) -> None:
 def allow_open_files(count: int) -> None:
     """Raise the limit of open files: each shard keeps a descriptor, and 1,024, the usual limit, may be too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + SPARE_FILES
+    needed = count + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

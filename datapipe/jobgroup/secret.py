@@ -28,7 +28,7 @@ from .store import CrewError
 logger = logging.getLogger(__name__)
 
 VARIABLE = "DATAPIPE_SECRET_FILE"
-NUM_DIGITS = 64  # of a secret, and of a tag
+_NUM_DIGITS = 64  # of a secret, and of a tag
 _WRITE_S = 10.0  # how long the process that makes the file may take to write to it
 _LOOK_S = 0.05
 _NO_SECRET = 0o400  # mode of an empty file, by which the process that has made it says that it cannot write there
@@ -76,7 +76,7 @@ def read_secret(path: Path, makes_it: bool = True, patience_s: float = _WRITE_S)
             _make(path)
         while True:
             secret = _read(path)
-            if len(secret) == NUM_DIGITS:
+            if len(secret) == _NUM_DIGITS:
                 return secret
             if clock.now() > deadline:
                 raise CrewError("holds no whole secret: remove it", path=path)
@@ -106,7 +106,7 @@ def _make(path: Path) -> None:
             return
         raise _NoRoomError(error.errno, error.strerror) from error
     try:
-        os.write(fd, secrets.token_hex(NUM_DIGITS // 2).encode())
+        os.write(fd, secrets.token_hex(_NUM_DIGITS // 2).encode())
     except OSError:
         os.fchmod(fd, _NO_SECRET)  # which `_read` finds, here and on other nodes
     finally:
@@ -125,7 +125,7 @@ def _read(path: Path) -> bytes:
             raise CrewError(f"is not a file of mode 600 of this user's: remove it, or {_REMEDY}", path=path)
         if not info.st_size and stat.S_IMODE(info.st_mode) == _NO_SECRET:
             raise _NoRoomError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return file.read(NUM_DIGITS + 1)
+        return file.read(_NUM_DIGITS + 1)
 
 
 class SignedStore:
@@ -178,7 +178,7 @@ class SignedStore:
         return [self._open(key, value) for key, value in zip(keys, self._store.multi_get(keys), strict=True)]
 
     def _open(self, key: str, value: bytes) -> bytes:
-        tag, data = value[:NUM_DIGITS], value[NUM_DIGITS:]
+        tag, data = value[:_NUM_DIGITS], value[_NUM_DIGITS:]
         if not hmac.compare_digest(tag, self._sign(key, data)):
             raise StrangerError(
                 f"{key!r} at {self._place} was not written by a process of this job: a stranger has connected "
