@@ -124,15 +124,20 @@ class _Common(Generic[Item, Result]):
 
 
 def call(
-    function: Callable[[], Result], limit_s: float | None, path: Path | str, doing: str = "a read or write"
+    function: Callable[[], Result],
+    limit_s: float | None,
+    path: Path | str,
+    doing: str = "a read or write",
+    is_quiet: bool = False,
 ) -> Result:
     """Call a function that may hang, in a thread, and return what it returns. A signal ends the wait.
 
     Args:
         function: Function that is called once.
-        limit_s: Longest time that it may take, in seconds; None: any, of which nothing is said.
+        limit_s: Longest time that it may take, in seconds; None: any.
         path: File, folder or host that may not answer, for messages.
         doing: Words that name what the function does, for messages: every 10 s it is logged that it is waited for.
+        is_quiet: Whether that is not logged, since it may well take so long.
 
     Raises:
         DatapipeError: It takes longer; names `path`. And whatever the function raises.
@@ -146,7 +151,7 @@ def call(
             future.set_exception(error)
 
     def report(waited_s: float, is_over: bool) -> None:
-        if limit_s is not None:
+        if is_over or not is_quiet:
             _report(waited_s, limit_s if is_over else None, path, doing)
 
     threading.Thread(target=run, name="datapipe-call", daemon=True).start()

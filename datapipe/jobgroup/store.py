@@ -57,7 +57,7 @@ def ask(question: Callable[[], Answer], limit_s: float) -> Answer:
                 if clock.lost_s() <= lost_s:
                     raise
 
-    return watched.call(call, limit_s, "the store of the job", "a question")
+    return watched.call(call, limit_s, "the store of the job", "a question", is_quiet=True)
 
 
 def connect_store(placement: Placement, is_first: bool, timeout_s: float, option: str = "timeout_s") -> dist.Store:

@@ -54,7 +54,7 @@ def stage_together(source: Path, local: Path, options: StageOptions) -> list[Sta
             raise problem from error
 
     try:
-        return watched.call(meet, None, source)
+        return watched.call(meet, None, source, is_quiet=True)
     except (KeyboardInterrupt, SystemExit) as end:
         leave_crews(end)
         raise
