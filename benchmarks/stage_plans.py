@@ -23,7 +23,7 @@ from datapipe.sampling.block_order import BlockOrder, grid, longest, num_lanes
 from datapipe.sampling.order import num_steps
 from datapipe.staging.exchange import chunk_bytes_for
 from datapipe.staging.options import StageOptions
-from datapipe.staging.plan import cut, needed_bytes, share_reads, stagger
+from datapipe.staging.plan import cut_files, needed_bytes, share_reads, stagger
 
 IMAGE_BYTES = 110_000  # ImageNet's mean
 SHARD_BYTES = SHARD_MIB << 20
@@ -72,13 +72,13 @@ def _chunks(data_bytes: float, nodes: int, way: str) -> Planned:
         sizes[-1] = int(data_bytes) - SHARD_BYTES * (shards - 1)
 
     def copy() -> dict[str, float]:
-        mine = stagger(cut(sizes, chunk_bytes), 0, nodes, options.num_streams)
+        mine = stagger(cut_files(sizes, chunk_bytes), 0, nodes, options.num_streams)
         size = needed_bytes(mine)
         return {"requests": len(mine), "shared_bytes": nodes * size, "read_bytes": size, "received_bytes": 0,
                 "sent_bytes": 0}  # fmt: skip
 
     def exchange() -> dict[str, float]:
-        chunks = cut(sizes, chunk_bytes)
+        chunks = cut_files(sizes, chunk_bytes)
         shares = share_reads(np.ones((nodes, len(chunks)), bool), max(1, options.chunk_bytes // chunk_bytes))
         size, mine = needed_bytes(chunks), needed_bytes([chunks[number] for number in shares[0]])
         # In a ring, as gloo does it: each node passes on what it has just received, except what comes last.

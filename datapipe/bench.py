@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from . import watched
 from .dataset.manifest import Manifest, find_data_sets
 from .loaders import Loader, open_loader
 from .loaders.native_pixels import choose_native
 from .sampling.augment import Augment
-from .streams import TIMEOUT_S, in_time
+from .watched import TIMEOUT_S
 
 _STAGES = ("read", "window", "decode", "resize", "copy", "other")
 NOISE = 0.05  # of the time: less waiting than that says nothing
@@ -43,7 +44,7 @@ def bench(
           takes longest, or the consumer;
         - with `step_s`, what `_compare_with_steps` returns.
     """
-    folders = in_time(partial(find_data_sets, folder), folder, TIMEOUT_S)
+    folders = watched.call(partial(find_data_sets, folder), TIMEOUT_S, folder)
     folder = next((path for path in folders if path.name == "train"), folders[0])
     cpu_began, began = _cpu_s(), time.perf_counter()
     size = _own_size(folder) if size is None else size
@@ -145,7 +146,7 @@ def find_limit(stages: dict[str, float], waited: float) -> str:
 
 def _own_size(folder: Path) -> int:
     """Return the side of square images that share one size, else 224."""
-    manifest = in_time(partial(Manifest.read, folder), folder, TIMEOUT_S)
+    manifest = watched.call(partial(Manifest.read, folder), TIMEOUT_S, folder)
     return manifest.width if manifest.width and manifest.width == manifest.height else 224
 
 

@@ -7,17 +7,13 @@ nothing that this process waits for is late.
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
 
-Item = TypeVar("Item")
-
-TICK_S = 0.25  # how often a thread looks at the clock
+_TICK_S = 0.25  # how often a thread looks at the clock
 OUTLASTS_ALL = timedelta(days=365)  # for the limits of libraries: their clocks run on while the process is stopped
 MOST_S = 1.0  # that count between two looks: after more than this, the process has not run in between
 
@@ -74,20 +70,9 @@ def lost_s() -> float:
     return _clock.lost_s
 
 
-def get(items: queue.SimpleQueue[Item], limit_s: float) -> Item:
-    """Take the next item of a queue. Raises queue.Empty when none has come in `limit_s` seconds of this clock."""
-    end = now() + limit_s
-    while True:
-        try:
-            return items.get(timeout=max(0.0, min(MOST_S, end - now())))
-        except queue.Empty:
-            if now() >= end:
-                raise
-
-
 def _tick() -> None:
     while True:
-        time.sleep(TICK_S)
+        time.sleep(_TICK_S)
         _clock.now()
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from .errors import StagingError
 
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # no link is followed, and a pipe does not block
-OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-MAX_BYTES = 64 << 20  # a larger file of another user is not a note of ours
-MAX_LINKS = 40  # as the kernel follows
-ADVICE = "choose a folder of your own, such as one that mkdir -m 700 makes"
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_BYTES = 64 << 20  # a larger file of another user is not a note of ours
+_MAX_LINKS = 40  # as the kernel follows
+_ADVICE = "choose a folder of your own, such as one that mkdir -m 700 makes"
 
 
 def check_folder(folder: Path) -> None:
@@ -49,8 +49,8 @@ def check_folder(folder: Path) -> None:
             raise StagingError(f"{problem}{which}: {_advise(info, place / step)}", path=place / step)
         if stat.S_ISLNK(info.st_mode):
             num_links += 1
-            if num_links > MAX_LINKS:
-                raise StagingError(f"too many links: {ADVICE}", path=folder)
+            if num_links > _MAX_LINKS:
+                raise StagingError(f"too many links: {_ADVICE}", path=folder)
             target = Path(os.readlink(place / step))
             place = Path("/") if target.is_absolute() else place
             steps += reversed(target.parts[1:] if target.is_absolute() else target.parts)
@@ -85,7 +85,7 @@ def find_problem(info: os.stat_result, owner: int | None = None) -> str:
 
 def _advise(info: os.stat_result, path: Path) -> str:
     is_mine = info.st_uid == os.geteuid() and not stat.S_ISLNK(info.st_mode)
-    return f"chmod go-w {path}, or {ADVICE}" if is_mine else ADVICE
+    return f"chmod go-w {path}, or {_ADVICE}" if is_mine else _ADVICE
 
 
 @functools.cache
@@ -130,7 +130,7 @@ def open_own(path: Path, flags: int = 0) -> int:
         OSError: It cannot be opened.
     """
     try:
-        fd = os.open(path, OPEN | flags, 0o644)
+        fd = os.open(path, _OPEN | flags, 0o644)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "is a link: remove it, or choose another folder", str(path)) from error
@@ -184,7 +184,7 @@ def read_own(path: Path, owner: int | None = None) -> bytes:
         info = os.fstat(file.fileno())
         if problem := find_problem(info, owner):
             raise StagingError(f"{problem}, so it is not believed: remove it, or choose another folder", path=path)
-        return file.read(MAX_BYTES if info.st_uid != os.geteuid() else -1)
+        return file.read(_MAX_BYTES if info.st_uid != os.geteuid() else -1)
 
 
 def read_note(path: Path, dir_fd: int | None = None) -> bytes:
@@ -195,13 +195,13 @@ def read_note(path: Path, dir_fd: int | None = None) -> bytes:
         dir_fd: Folder that it is relative to, if any.
 
     Returns:
-        Its content, up to MAX_BYTES for a file that is not this user's.
+        Its content, up to _MAX_BYTES for a file that is not this user's.
     """
     with open(os.open(path, READ, dir_fd=dir_fd), "rb") as file:
         info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode):
             raise OSError(f"{path} is not a plain file")
-        return file.read(-1 if info.st_uid == os.geteuid() else MAX_BYTES)
+        return file.read(-1 if info.st_uid == os.geteuid() else _MAX_BYTES)
 
 
 def open_regular(path: str | Path, flags: int, dir_fd: int | None = None) -> int:

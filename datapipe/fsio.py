@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 import zipfile
@@ -21,22 +22,23 @@ import xxhash
 
 from .foreign import open_regular
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 # What numpy.load and json raise for a file that is damaged, nested too deep, or incomplete.
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
-PROBED = 4  # items that are timed, to find out whether the filesystem has a high latency
-AT_ONCE = 32  # requests at a time to a filesystem that has
+_PROBED = 4  # items that are timed, to find out whether the filesystem has a high latency
+_AT_ONCE = 32  # requests at a time to a filesystem that has
 # Kinds in /proc/mounts that are shared over a network, and slow at opening files.
 NETWORK_FILESYSTEMS: tuple[str, ...] = ("lustre", "gpfs", "nfs", "nfs4", "beegfs", "ceph", "wekafs", "panfs", "cifs")
 NETWORK_FILESYSTEMS += ("smb3", "9p", "glusterfs")
+UNKNOWN = "unknown"  # kind of a filesystem, where the system does not tell it
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _warned: set[Path] = set()  # what cannot be read, for which a warning has been logged
 OWN_MODE = 0o755  # what only this user writes to, and others may read
 PRIVATE_MODE = 0o700  # what no other user enters
-BLOCK_BYTES = 1 << 20  # read at once to be hashed: they stay in a core's cache
+_BLOCK_BYTES = 1 << 20  # read at once to be hashed: they stay in a core's cache
 
 
 def partial_path(path: Path, alone: bool = True) -> Path:
@@ -105,19 +107,19 @@ def boot_id() -> str:
         return ""
 
 
-def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+def side_by_side(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
     """Call `function` for each item and return the results in order; in threads where that is faster.
 
     Threads help where most of the time is a filesystem's latency, which the first items tell. Elsewhere they hinder
     each other: listing releases Python's lock at each name, and 8 threads take 3 to 7 times as long as a single one.
     """
     wall, cpu = time.perf_counter(), time.thread_time()
-    results = list(map(function, items[:PROBED]))
+    results = list(map(function, items[:_PROBED]))
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
     if wall <= 2 * cpu:
-        return [*results, *map(function, items[PROBED:])]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return [*results, *pool.map(function, items[PROBED:])]
+        return [*results, *map(function, items[_PROBED:])]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return [*results, *pool.map(function, items[_PROBED:])]
 
 
 @contextmanager
@@ -159,6 +161,30 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
         sync_folder(path.parent)
 
 
+def list_entries(folder: Path | int) -> dict[str, os.stat_result]:
+    """List what lies in a folder, by name; links are not followed. Nothing if it cannot be read.
+
+    Args:
+        folder: Path of the folder, or a descriptor of it.
+    """
+    entries = {}
+    with suppress(OSError), os.scandir(folder) as scanned:
+        for entry in scanned:
+            with suppress(FileNotFoundError):  # removed at this moment
+                entries[entry.name] = entry.stat(follow_symlinks=False)
+    return entries
+
+
+def list_folders(folder: Path, follows: bool = False) -> list[Path]:
+    """List the folders in a folder, and if `follows` links to such, by name. None if it cannot be read."""
+    entries = sorted(list_entries(folder).items())
+    return [
+        folder / name
+        for name, info in entries
+        if stat.S_ISDIR(info.st_mode) or (follows and os.path.isdir(folder / name))
+    ]
+
+
 def _ignore() -> None:
     """Do nothing: no caller watches the progress."""
 
@@ -171,11 +197,34 @@ def checksum(path: Path, moved: Callable[[], None] = _ignore) -> str:
 
 def checksum_of(file: FileIO, moved: Callable[[], None] = _ignore) -> str:
     """Do what `checksum` does, of what is left to read of an open file."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
     while count := file.readinto(buffer):
         moved()
         digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+class Descriptor:
+    """A descriptor that is closed by `close`, or with the last reference to it: never while a thread uses it.
+
+    Args:
+        fd: Descriptor of an open file.
+    """
+
+    fd = -1
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        """Close it. May be called twice."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with suppress(OSError):  # what has to reach the disk is synced before
+                os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def free_bytes(folder: Path) -> int:
@@ -189,10 +238,14 @@ def existing_folder(path: Path) -> Path:
 
 
 def mounted_as(folder: Path) -> str:
-    """Return the kind of filesystem that a folder lies on, such as lustre or ext4 (proc(5), mounts)."""
+    """Return the kind of filesystem that a folder lies on, such as lustre or ext4 (proc(5), mounts); or UNKNOWN."""
+    try:
+        lines = Path("/proc/self/mounts").read_bytes().splitlines()  # names may be any bytes
+    except OSError:
+        return UNKNOWN
     place, kinds = folder.resolve(), {}
-    for line in Path("/proc/self/mounts").read_bytes().splitlines():  # names may be any bytes
+    for line in lines:
         _, mount, kind = line.split(b" ")[:3]
         name = re.sub(rb"\\([0-7]{3})", lambda escape: bytes([int(escape[1], 8) & 0xFF]), mount)
         kinds[Path(os.fsdecode(name))] = kind.decode()  # the last mount on a folder hides the others
-    return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "unknown")
+    return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), UNKNOWN)

@@ -18,15 +18,15 @@ from pathlib import Path
 from . import clock
 from .errors import StagingError
 from .foreign import check_folder, open_plain
-from .fsio import OWN_MODE, make_folder
+from .fsio import OWN_MODE, list_entries, make_folder
 
 logger = logging.getLogger(__name__)
 
 LOCKS = Path("/proc/locks")
 UNSEEN = "a process that cannot be seen from here"  # in another container, or on another host
 LOOK_S = 0.5  # between looks at a lock that another process holds
-SAY_S = 10.0  # how often to say who holds it
-MOMENT_S = 1.0  # a process that only looks at a file has let go of its lock by then
+_SAY_S = 10.0  # how often to say who holds it
+_MOMENT_S = 1.0  # a process that only looks at a file has let go of its lock by then
 _warned: set[Path] = set()  # what cannot be locked, for which a warning has been logged
 _locks: set[int] = set()  # descriptors of this process's locks
 
@@ -144,7 +144,7 @@ def locked_soon(folder: Path, limit_s: float) -> Iterator[bool]:
                 is_locked = stack.enter_context(locked(folder, wait=False))
                 break
             except BlockingIOError:
-                time.sleep(MOMENT_S / 20)
+                time.sleep(_MOMENT_S / 20)
             except OSError:  # this user may not list it
                 break
         yield is_locked
@@ -185,7 +185,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
                 with suppress(FileNotFoundError):
                     holder = lock_holder(folder) or holder
             if not waits and clock.now() < begun + LOOK_S / 2:  # of who only looks
-                time.sleep(MOMENT_S / 20)
+                time.sleep(_MOMENT_S / 20)
                 continue
             if not waits:
                 raise BusyError(f"{holder} is staging to it", path=folder)
@@ -195,7 +195,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
             if now > deadline:
                 message = f"{holder} holds its lock, and nothing has changed for {patience_s:g} s (timeout_s)"
                 raise BusyError(f"{message}; end it, or choose another folder", path=folder)
-            if now - said > SAY_S:
+            if now - said > _SAY_S:
                 said = now
                 logger.info("%s: waiting for %s, which holds its lock", folder, holder)
             time.sleep(LOOK_S)
@@ -204,16 +204,18 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
 
 
 def find_holder(folder: Path) -> str:
-    """Name the process that has a folder for itself, in order to stage to it; "" if there is none."""
-    if holder := lock_holder(folder):
-        return holder
-    if lock_holders(folder, shared=True):  # who only looks, as below
-        return ""
-    try:  # it may be in another container
+    """Name the process that has a folder for itself, in order to stage to it; "" if there is none, or no folder."""
+    try:
+        if holder := lock_holder(folder):
+            return holder
+        if lock_holders(folder, shared=True):  # who only looks, as below
+            return ""
         with locked(folder, wait=False, shared=True):
             return ""
-    except BlockingIOError:
+    except BlockingIOError:  # it is in another container
         return "another process"
+    except FileNotFoundError:
+        return ""
 
 
 @contextmanager
@@ -231,7 +233,7 @@ def hold_unused(path: Path) -> Iterator[None]:
         yield
         return
     try:
-        deadline = clock.now() + MOMENT_S
+        deadline = clock.now() + _MOMENT_S
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -241,7 +243,7 @@ def hold_unused(path: Path) -> Iterator[None]:
                     holder = lock_holder(path, shared=True) or UNSEEN
                     message = f"is in use by {holder}: wait until that ends, or choose another folder"
                     raise StagingError(message, path=path.parent) from error
-                time.sleep(MOMENT_S / 20)
+                time.sleep(_MOMENT_S / 20)
             except OSError as error:
                 message = f"cannot be locked ({error.strerror}), so that a process may use it"
                 advice = "choose another folder, or make sure that none does, and remove it"
@@ -253,10 +255,4 @@ def hold_unused(path: Path) -> Iterator[None]:
 
 def _state_of(folder: Path) -> list[tuple[str, int, int]]:
     """Return what changes while a process copies: names, times, and space taken."""
-    entries = []
-    with suppress(FileNotFoundError), os.scandir(folder) as scanned:
-        for entry in scanned:
-            with suppress(FileNotFoundError):
-                info = entry.stat(follow_symlinks=False)
-                entries.append((entry.name, info.st_mtime_ns, info.st_blocks))
-    return sorted(entries)
+    return sorted((name, info.st_mtime_ns, info.st_blocks) for name, info in list_entries(folder).items())

@@ -13,12 +13,12 @@ from pathlib import Path
 from .errors import SettingError
 
 # Where the kernel keeps limits, by the controllers on a line of /proc/self/cgroup ("" is version 2): folder and file.
-CGROUPS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
+_CGROUPS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
 # Beside a limit: what is in use, and in memory.stat what of that are files, which can be dropped, and those in memory.
-USAGE = {"memory.max": ("memory.current", "file", "shmem"),
+_USAGE = {"memory.max": ("memory.current", "file", "shmem"),
          "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_cache", "total_shmem")}  # fmt: skip
-SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?([KMGT]i?)?B?", re.IGNORECASE)
-POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?([KMGT]i?)?B?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def allowed_bytes() -> int:
@@ -41,8 +41,8 @@ def _groups() -> Iterator[tuple[Path, str]]:
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            for controller in set(controllers.split(",")) & CGROUPS.keys():
-                root, name = CGROUPS[controller]
+            for controller in set(controllers.split(",")) & _CGROUPS.keys():
+                root, name = _CGROUPS[controller]
                 yield from ((folder, name) for folder in _folders(Path(root), path))
 
 
@@ -63,7 +63,7 @@ def _limit(group: Path, name: str) -> int:
 
 def _used(group: Path, name: str) -> int:
     """Return the bytes that a group uses, without files in the page cache, which make way."""
-    usage, files, in_memory = USAGE[name]
+    usage, files, in_memory = _USAGE[name]
     with suppress(OSError, ValueError, KeyError):
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return int((group / usage).read_text()) - int(counts[files]) + int(counts[in_memory])
@@ -78,11 +78,11 @@ def return_free_bytes() -> None:
 
 def parse_bytes(name: str, text: str) -> int:
     """Parse a size such as "8GiB", "500MB" or "1000000" into bytes. Raises SettingError with the setting's `name`."""
-    match = SIZE.fullmatch(str(text).strip())
+    match = _SIZE.fullmatch(str(text).strip())
     size = 0
     if match:
         unit = (match[2] or "").lower()
-        size = int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** POWERS[unit[:1]])
+        size = int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** _POWERS[unit[:1]])
     if size < 1:
         raise SettingError(f"{name}: {text!r} is not a size; allowed: such as 8GiB, 500MB, or a number of bytes")
     return size

@@ -6,6 +6,8 @@ import hashlib
 import os
 import re
 import socket
+import time
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,8 @@ from typing import Any, Literal
 from .fsio import boot_id
 
 State = Literal["alive", "ended", "unknown"]
-MARK = re.compile(r"([0-9a-f]{12})-([0-9]+)-([0-9]*)")
+_MARK = re.compile(r"([0-9a-f]{12})-([0-9]+)-([0-9]*)")
+_FORGOTTEN_S = 7 * 24 * 3600.0  # without a write, after which a file is not a live process's
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,29 @@ class ProcessId:
 
 def find_state(mark: str) -> State:
     """Find out whether the process with a mark (see `ProcessId`) lives."""
-    match = MARK.fullmatch(mark)
+    match = _MARK.fullmatch(mark)
     if match is None or not int(match[1], 16):
         return "unknown"
-    here = MARK.fullmatch(ProcessId.here(int(match[2])).mark)
+    here = _MARK.fullmatch(ProcessId.here(int(match[2])).mark)
     if here is None or here[1] != match[1]:
         return "unknown"
     return "alive" if match[3] and match[3] == here[3] else "ended"
+
+
+def make_own_name() -> str:
+    """Return what makes temporary names this process's own."""
+    return f".{ProcessId.here().mark}.{uuid.uuid4().hex[:8]}"
+
+
+def is_of_dead_process(path: Path) -> bool:
+    """Return whether a temporary file is the own one of a process that has ended.
+
+    Of a process that cannot be seen from here, that counts which its file has not been written to for `_FORGOTTEN_S`.
+    """
+    match = re.fullmatch(rf"\..+\.({_MARK.pattern})\.[0-9a-f]{{8}}", path.stem)
+    if match is None:
+        return False
+    state = find_state(match[1])
+    with suppress(OSError):  # it is gone
+        return state == "ended" or (state == "unknown" and time.time() - path.stat().st_mtime > _FORGOTTEN_S)
+    return False

@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from . import watched
 from .dataset.manifest import Manifest, find_data_sets
 from .errors import ManifestError
 from .fsio import existing_folder, free_bytes
 from .jobgroup.network import link_speed
-from .streams import TIMEOUT_S, in_time
+from .watched import TIMEOUT_S
 
-SPENT = 0.9  # of a disk's free space, on a slice
-LEAST = 0.05  # of the data set: with a smaller slice, hardly a read is saved
+_SPENT = 0.9  # of a disk's free space, on a slice
+_LEAST = 0.05  # of the data set: with a smaller slice, hardly a read is saved
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ def compare(situation: Situation) -> Costs:
     network_s = network_bytes / 1e6 / situation.network_mb_per_s if situation.network_mb_per_s else None
     exchange_s = max(one_node_s, network_s or 0.0)
     does_not_fit = data_bytes > situation.free_bytes
-    slice_bytes = int(SPENT * situation.free_bytes) if does_not_fit else 0
-    if situation.is_local or (does_not_fit and slice_bytes < LEAST * data_bytes):
+    slice_bytes = int(_SPENT * situation.free_bytes) if does_not_fit else 0
+    if situation.is_local or (does_not_fit and slice_bytes < _LEAST * data_bytes):
         mode = "none"
     elif does_not_fit:
         mode = "slice"
@@ -127,7 +128,7 @@ def assess(
         `folder` does not contain a packed data set.
     """
     try:
-        manifests = in_time(lambda: [Manifest.read(path) for path in find_data_sets(folder)], folder, TIMEOUT_S)
+        manifests = watched.call(lambda: [*map(Manifest.read, find_data_sets(folder))], TIMEOUT_S, folder)
     except ManifestError:
         return None
     local = Path(local or tempfile.gettempdir())

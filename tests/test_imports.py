@@ -20,7 +20,7 @@ from tests.processes import clean_environment
 ROOT = Path(__file__).parents[1]
 # Each part (a folder, or a file at a package's root) and the parts it may import, by level: arrows point down. In
 # brackets: only inside a function, when it is called. "datapipe" stands for the whole ground floor of it.
-GROUND = {"errors", "fsio", "names", "memory", "public_data", "cluster", "console", "streams", "checks"}
+GROUND = {"errors", "fsio", "names", "memory", "public_data", "cluster", "console", "watched", "checks"}
 GROUND |= {"splits", "split_names", "split_variants", "clock", "process_id", "foreign", "locks"}
 DATAPIPE = {
     # 0: the ground floor, which every part above may import
@@ -33,7 +33,7 @@ DATAPIPE = {
     "cluster": "errors",
     "console": "errors",
     "clock": "",
-    "streams": "clock errors",
+    "watched": "clock errors",
     "process_id": "fsio",
     "locks": "clock errors foreign fsio",
     "checks": "errors",

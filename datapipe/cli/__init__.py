@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import __version__, console
+from .. import __version__, console, watched
 from ..checks import check_seconds
 from ..cluster import name_task
 from ..console import print_lines
 from ..errors import SettingError
 from ..public_data import DATASETS
-from ..streams import TIMEOUT_S, in_time
+from ..watched import TIMEOUT_S
 from .cache import cache
 from .measure import bench, doctor
 from .pack import convert, pack
@@ -89,7 +89,7 @@ def info(folder: DataSetFolder, as_json: AsJson = False) -> None:
         manifests = [(path, Manifest.read(path)) for path in find_data_sets(folder)]
         return [summarise(path, manifest, open_index(path, manifest)) for path, manifest in manifests]
 
-    splits = in_time(look, folder, TIMEOUT_S)
+    splits = watched.call(look, TIMEOUT_S, folder)
     if as_json:
         print(json.dumps(splits))
         return
@@ -112,7 +112,7 @@ def verify(
     from ..dataset.verify import verify
 
     check_seconds("timeout_s", timeout)
-    paths = [path for folder in folders for path in in_time(partial(find_data_sets, folder), folder, timeout)]
+    paths = [path for folder in folders for path in watched.call(partial(find_data_sets, folder), timeout, folder)]
     results = {str(path): verify(path, deep, timeout) for path in paths}  # all, then print
     if as_json:
         print(json.dumps({path: [vars(problem) for problem in problems] for path, problems in results.items()}))

@@ -20,7 +20,7 @@ from typer import Option
 
 from ..console import format_count, print_lines, printable
 from ..names import CHECKS, COMPRESSIONS, CONVERTED, FORMATS, KINDS, LABELS, STORES
-from ..streams import TIMEOUT_S
+from ..watched import TIMEOUT_S
 from .parameters import AsJson, DataSetFolder, Timeout, folder_named, one_of
 
 if TYPE_CHECKING:

@@ -25,14 +25,15 @@ import xxhash
 from .. import clock
 from ..errors import StagingError
 from ..foreign import open_plain
+from ..fsio import Descriptor
 
 logger = logging.getLogger(__name__)
 
 SLOTS, TAGS = ".slots", ".tags"
 TAG = np.dtype([("block", "<i8"), ("size", "<i8"), ("checksum", "<u8")])
 FREE, BUSY = -1, -2  # in place of a block: nothing; a process is writing
-LOCK_TRIES, LOCK_PAUSE_S = 50, 0.002
-MOMENT_S = 1.0  # who only looks at slots has let go of their lock by then
+_LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.002
+_MOMENT_S = 1.0  # who only looks at slots has let go of their lock by then
 
 
 class BlockSlots:
@@ -77,13 +78,13 @@ class BlockSlots:
             if self.is_writable:
                 for slot in np.flatnonzero(self._tags["block"] == BUSY).tolist():
                     _write_tag(tags, slot, FREE)
-        deadline = clock.now() + MOMENT_S
+        deadline = clock.now() + _MOMENT_S
         while True:  # until another process has freed its own; some filesystems have no locks
             try:
                 fcntl.flock(slots.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 if clock.now() < deadline:
-                    time.sleep(MOMENT_S / 20)
+                    time.sleep(_MOMENT_S / 20)
                     continue
             except OSError:
                 pass
@@ -157,12 +158,12 @@ class BlockSlots:
         """Lock the tags; yield whether they are: another process that holds them for long is not waited for."""
         with self._lock:
             is_mine = False
-            for _ in range(LOCK_TRIES):
+            for _ in range(_LOCK_TRIES):
                 with suppress(OSError):
                     fcntl.flock(tags.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     is_mine = True
                     break
-                time.sleep(LOCK_PAUSE_S)
+                time.sleep(_LOCK_PAUSE_S)
             try:
                 yield is_mine
             finally:
@@ -174,17 +175,12 @@ class BlockSlots:
         self._files = None
 
 
-class _OpenFile:
-    """A file that is closed with the last reference to it, so never while a thread uses it."""
-
-    fd = -1
+class _OpenFile(Descriptor):
+    """An open file, and whether it can be written to."""
 
     def __init__(self, path: Path) -> None:
-        self.fd, self.is_writable = open_plain(path)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
+        fd, self.is_writable = open_plain(path)
+        super().__init__(fd)
 
 
 def _write_tag(tags: _OpenFile, slot: int, block: int, size: int = 0, checksum: int = 0) -> None:
@@ -193,6 +189,22 @@ def _write_tag(tags: _OpenFile, slot: int, block: int, size: int = 0, checksum: 
 
 def _checksum_head(block_bytes: int, slot_bytes: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{block_bytes} {slot_bytes}".encode())
+
+
+def count_held(folder: Path, sizes: tuple[int, int, int] | None = None) -> int | None:
+    """Return the bytes of all blocks in a folder's slots; None if it has none.
+
+    Args:
+        folder: Folder of the slots.
+        sizes: Number and size of the slots, and size of the blocks' cells, if other slots do not count.
+    """
+    try:
+        slots = BlockSlots(folder)
+    except StagingError:
+        return None
+    num_bytes = slots.held_bytes()
+    slots.close()
+    return num_bytes if sizes in (None, (slots.num_slots, slots.slot_bytes, slots.block_bytes)) else None
 
 
 def make_slots(folder: Path, num_slots: int, slot_bytes: int, block_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -263,3 +264,13 @@ def _sub_folders(folder: Path) -> list[Path]:
             return [folder / entry.name for entry in entries if entry.is_dir() and entry.name != "lost+found"]
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def compute_digest(content: bytes) -> str:
+    """Compute what tells a manifest from others: the beginning of the SHA-256 of its content."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def compute_identity(manifest: Manifest) -> str:
+    """Compute what the versions of a data set have in common: the beginning of the SHA-256 of split and classes."""
+    return hashlib.sha256(json.dumps([manifest.split, manifest.classes]).encode()).hexdigest()[:16]

@@ -25,6 +25,7 @@ from pathlib import Path
 import xxhash
 
 from ..foreign import open_plain
+from ..fsio import Descriptor
 from .manifest import FileInfo
 
 logger = logging.getLogger(__name__)
@@ -143,15 +144,15 @@ class ArrivingShard:
             landed.is_writable = False
 
 
-class _Map:
+class _Map(Descriptor):
     """The chunks of a partial file that have landed. Raises OSError where there is no valid one."""
 
     def __init__(self, target: Path, info: FileInfo) -> None:
-        self._fd = -1
         self._size, self._partial = info.size_bytes, temporary_path(target, PARTIAL)
         self._adding = threading.Lock()  # one chunk at a time: they come from one disk and go to one
-        self._fd, self.is_writable = open_plain(temporary_path(target, LANDED))
-        head = os.pread(self._fd, 128, 0).split(b"\n")[0] + b"\n"
+        fd, self.is_writable = open_plain(temporary_path(target, LANDED))
+        super().__init__(fd)
+        head = os.pread(self.fd, 128, 0).split(b"\n")[0] + b"\n"
         match = re.fullmatch(rb"[0-9a-f]{32} [0-9]{1,20} ([1-9][0-9]{0,15})\n", head)
         if match is None or head != map_head(info, int(match[1])):
             raise OSError(0, "not a map of this file")
@@ -160,7 +161,7 @@ class _Map:
 
     def is_gone(self) -> bool:
         """Return whether the file has its name, or was given up."""
-        return os.fstat(self._fd).st_nlink == 0
+        return os.fstat(self.fd).st_nlink == 0
 
     def has(self, offset: int, size: int) -> bool:
         first, last = offset // self._chunk_bytes, (offset + max(size, 1) - 1) // self._chunk_bytes
@@ -181,20 +182,16 @@ class _Map:
             fd, is_writable = open_plain(self._partial)
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                is_same = os.pread(self._fd, len(self._head), 0) == self._head
+                is_same = os.pread(self.fd, len(self._head), 0) == self._head
                 if is_writable and is_same and self._is_missing(number):
                     done = 0
                     while done < len(data):
                         done += os.pwrite(fd, data[done:], offset + done)
-                    write_landed(self._fd, len(self._head), self._num_chunks, number, data)
+                    write_landed(self.fd, len(self._head), self._num_chunks, number, data)
             except BlockingIOError:  # it is being checked
                 return
             finally:
                 os.close(fd)
 
     def _flags(self, first: int, count: int) -> bytes:
-        return os.pread(self._fd, count, len(self._head) + first)
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+        return os.pread(self.fd, count, len(self._head) + first)

@@ -1,4 +1,4 @@
-"""The ways to read an open shard."""
+"""The ways to read an open shard, and how that is repeated when a filesystem fails."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import errno
 import logging
 import mmap
 import os
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from ..errors import ShardReadError
+from ..fsio import Descriptor
+
 logger = logging.getLogger(__name__)
 
+FIRST_WAIT_S = 0.1  # before the first retry; doubled before each further one
 ALIGNMENT = 4096  # of O_DIRECT: no disk in use asks for more (open(2))
 
 Data = bytes | memoryview
@@ -24,16 +30,15 @@ def room_for(size: int) -> int:
     return (-(-size // ALIGNMENT) + 1) * ALIGNMENT
 
 
-class File:
-    """An open file. It is closed with the last reference to it, so never while a thread reads it."""
+class File(Descriptor):
+    """An open file."""
 
     flags = os.O_RDONLY | os.O_CLOEXEC
     hints = True
-    fd = -1
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fd = os.open(path, self.flags)
+        super().__init__(os.open(path, self.flags))
 
     def read(self, offset: int, size: int, into: memoryview | None) -> Data:
         """Read bytes; fewer only at the end of the file.
@@ -70,11 +75,6 @@ class File:
             Their address in memory, or 0; a descriptor to read them from; and whether that needs whole pages.
         """
         return 0, self.fd, False
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            with suppress(OSError):  # nothing was written
-                os.close(self.fd)
 
 
 class MappedFile(File):
@@ -123,3 +123,102 @@ class DirectFile(File):
 
     def locate(self, offset: int, size: int) -> tuple[int, int, bool]:
         return 0, self.fd, True
+
+
+class RepeatedFile:
+    """A file that is opened once, by the first thread that needs it, while the others wait; and again after a failure.
+
+    Args:
+        path: Path of the file.
+        kind: Way to read it.
+    """
+
+    def __init__(self, path: Path, kind: type[File] = File) -> None:
+        self.path, self._kind = path, kind
+        self.file: File | None = None
+        self._opening = threading.Lock()  # held while the system opens: only `open` may wait for it
+        self._quiet_until = 0.0
+
+    def open(self) -> File:
+        """Return the open file. Raises OSError."""
+        with self._opening:
+            file = self.file
+            if file is None:
+                file = self.file = self.open_again()
+            return file
+
+    def open_again(self) -> File:
+        """Open the file. Raises OSError."""
+        return self._kind(self.path)
+
+    def read(
+        self,
+        offset: int,
+        size: int,
+        into: memoryview | None,
+        retries: int,
+        wait: Callable[[float], bool | None],
+        note: Callable[[str], None] = lambda _: None,
+    ) -> Data:
+        """Read bytes. When that fails, or falls short, open the file again and repeat it after a pause.
+
+        Args:
+            offset: Offset of the bytes in the file, in bytes.
+            size: Number of bytes.
+            into: Memory to read into, as for `ShardReader.read`.
+            retries: Number of times that it is repeated, at least 0.
+            wait: Function that waits for some seconds; if it returns True, the read is not repeated.
+            note: Function that is told why the read is about to be repeated.
+
+        Returns:
+            Exactly `size` bytes.
+
+        Raises:
+            ShardReadError: The bytes cannot be read; names path and offset.
+        """
+        failed = 0
+        try:
+            while True:
+                file = self.file
+                try:
+                    if file is None:
+                        file = self.open()
+                    data = file.read(offset, size, into)
+                    if len(data) == size:
+                        return data
+                    problem = f"truncated: {size} bytes at {offset} end after {len(data)}"
+                except FileNotFoundError:
+                    problem = f"is missing, and with it {size} bytes at {offset}"
+                except OSError as error:
+                    problem = f"{size} bytes at {offset} cannot be read: {error.strerror} (errno {error.errno})"
+                self._drop(file)
+                file = None
+                failed += 1
+                note(problem)
+                if failed > retries or wait(self._pause_after(problem, failed, retries + 1)):
+                    break
+        finally:
+            file = None  # an error's traceback keeps this frame, and would keep the file open
+        tried = f" (tried {failed} times)" if failed > 1 else ""
+        raise ShardReadError(problem + tried, path=self.path.parent, shard=self.path.name)
+
+    def _drop(self, file: File | None) -> None:
+        """Make the next read open the file again (ESTALE lasts as long as the descriptor), unless it was reopened.
+
+        The file is closed when the last thread that reads it has dropped it. This needs no lock: should another thread
+        open it between these two lines, it is opened once more than necessary.
+        """
+        if self.file is file:
+            self.file = None
+
+    def _pause_after(self, problem: str, failed: int, tries: int) -> float:
+        """Return the seconds until the next try.
+
+        When many threads fail on this file, the first logs it and the others are silent until its pause is over.
+        """
+        pause_s: float = FIRST_WAIT_S * 2 ** (failed - 1)
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + pause_s
+            logger.warning("%s: %s; try %d of %d, trying again in %g s", self.path, problem, failed, tries, pause_s)
+        return pause_s

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import attrgetter
@@ -15,18 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import clock
+from .. import clock, watched
 from ..checks import check_name, checked_int
-from ..errors import ShardReadError
+from ..errors import DatapipeError
 from ..names import IOS, Io
-from .shard_files import Data, DirectFile, File, MappedFile
+from .shard_files import Data, DirectFile, File, MappedFile, RepeatedFile
 
-logger = logging.getLogger(__name__)
-
-FIRST_WAIT_S = 0.1  # before the first retry; doubled before each further one
-CLOSE_S = 0.5  # how long to wait for files to be closed
+_CLOSE_S = 0.5  # how long to wait for files to be closed
 SLACK = 16  # one of so many parts of a block may be read in addition, to have whole chunks
-SPARE_FILES = 256  # descriptors for everything else
+_SPARE_FILES = 256  # descriptors for everything else
 
 
 class Read(NamedTuple):
@@ -78,7 +73,7 @@ class ShardReader:
     def _begin(self) -> None:
         """Start with no shard open and with new locks: after a fork, a thread of the parent may hold the old ones."""
         self._closed = threading.Event()
-        self._shards = [_Shard(path, self._kind, self._closed) for path in self._paths]
+        self._shards = [RepeatedFile(path, self._kind) for path in self._paths]
         self._under_way: dict[int, tuple[float, int, int, str]] = {}
         self._chunks: dict[int, _ChunkRead] = {}  # by thread, as those under way
 
@@ -97,34 +92,16 @@ class ShardReader:
         Raises:
             ShardReadError: The bytes cannot be read; names path and offset.
         """
-        thread, since, under_way, opened = threading.get_ident(), clock.now(), self._under_way, self._shards[shard]
+        thread, since, under_way = threading.get_ident(), clock.now(), self._under_way
         under_way[thread] = since, shard, offset, ""
-        failed = 0
+
+        def note(problem: str) -> None:
+            under_way[thread] = since, shard, offset, problem
+
         try:
-            while True:
-                file = opened.file
-                try:
-                    if file is None:
-                        file = opened.open()
-                    data = file.read(offset, size, into)
-                    if len(data) == size:
-                        return data
-                    problem = f"truncated: {size} bytes at {offset} end after {len(data)}"
-                except FileNotFoundError:
-                    problem = f"is missing, and with it {size} bytes at {offset}"
-                except OSError as error:
-                    problem = f"{size} bytes at {offset} cannot be read: {error.strerror} (errno {error.errno})"
-                opened.drop(file)
-                file = None
-                failed += 1
-                under_way[thread] = since, shard, offset, problem
-                if failed > self._retries or opened.pause(problem, failed, self._retries + 1):
-                    break
+            return self._shards[shard].read(offset, size, into, self._retries, self._closed.wait, note)
         finally:
-            file = None  # an error's traceback keeps this frame, and would keep the file open
             del under_way[thread]
-        tried = f" (tried {failed} times)" if failed > 1 else ""
-        raise ShardReadError(problem + tried, path=opened.path.parent, shard=opened.path.name)
 
     def file_for(self, shard: int, offset: int, size: int) -> File | None:
         """Return the open file from which `read` would take some bytes; None where `read` has to open it first.
@@ -229,62 +206,23 @@ class ShardReader:
         release(files)
 
 
-class _Shard:
-    """A shard that is opened once, by the first thread that needs it, while the others wait."""
-
-    def __init__(self, path: Path, kind: type[File], closed: threading.Event) -> None:
-        self.path, self._kind, self._closed = path, kind, closed
-        self.file: File | None = None
-        self._opening = threading.Lock()  # held while the system opens: only `open` may wait for it
-        self._quiet_until = 0.0
-
-    def open(self) -> File:
-        with self._opening:
-            file = self.file
-            if file is None:
-                file = self.file = self._kind(self.path)
-            return file
-
-    def drop(self, file: File | None) -> None:
-        """Make the next read open the shard again (ESTALE lasts as long as the descriptor), unless it was reopened.
-
-        The file is closed when the last thread that reads it has dropped it. This needs no lock: should another thread
-        open the shard between these two lines, it is opened once more than necessary.
-        """
-        if self.file is file:
-            self.file = None
-
-    def pause(self, problem: str, failed: int, tries: int) -> bool:
-        """Wait before the next try. Return whether the reader was closed in the meantime.
-
-        When many threads fail on this shard, the first logs it and the others are silent until its pause is over.
-        """
-        pause_s = FIRST_WAIT_S * 2 ** (failed - 1)
-        now = time.monotonic()
-        if now >= self._quiet_until:
-            self._quiet_until = now + pause_s
-            logger.warning("%s: %s; try %d of %d, trying again in %g s", self.path, problem, failed, tries, pause_s)
-        return self._closed.wait(pause_s)
-
-
 def release(things: list[Any]) -> None:
     """Empty a list of things that close with their last reference, such as files and memory maps.
 
     Closing hangs, too, on a filesystem that does not answer. So a thread does it, for which this waits only a moment.
     """
-    closing = threading.Thread(target=things.clear, name="datapipe-close", daemon=True)
     try:
-        closing.start()
+        watched.call(things.clear, _CLOSE_S, "files", "closing")
+    except DatapipeError:  # it hangs
+        return
     except RuntimeError:  # the interpreter goes down, and starts no more threads
         things.clear()
-    else:
-        closing.join(CLOSE_S)
 
 
 def allow_open_files(count: int) -> None:
     """Raise the limit of open files: each shard keeps a descriptor, and 1,024, the usual limit, may be too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + SPARE_FILES
+    needed = count + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import watched
 from ..checks import check_seconds
 from ..console import Progress, format_count
 from ..errors import DatapipeError, ManifestError
 from ..foreign import open_regular
 from ..fsio import checksum
 from ..images.codec import check_image
-from ..streams import TIMEOUT_S, in_time, work_on_files
+from ..watched import TIMEOUT_S, work_on_files
 from . import DataSet
 from .index import ENCODINGS, read_checked_keys
 from .manifest import KEYS, FileInfo, ShardInfo
@@ -67,7 +68,7 @@ def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> li
     """
     check_seconds("timeout_s", timeout_s)
     try:
-        data_set = in_time(lambda: DataSet(folder), folder, timeout_s)
+        data_set = watched.call(lambda: DataSet(folder), timeout_s, folder)
     except ManifestError as error:
         return [Problem(Path(error.path or folder).name, None, error.message)]
     with data_set:

@@ -17,8 +17,8 @@ from .group import Crew
 from .heart import LISTEN_S
 from .store import CrewError
 
-POLL_S = 1e-3  # between looks whether all have come
-CONNECTS = 5  # how often gloo tries to connect, each time for as long as it may take
+_POLL_S = 1e-3  # between looks whether all have come
+_CONNECTS = 5  # how often gloo tries to connect, each time for as long as it may take
 
 
 class NodeGroup:
@@ -37,7 +37,7 @@ class NodeGroup:
         self._crew, self._timeout_s = crew, timeout_s
         # torch's stubs lack these; it makes its own groups of them in the same way.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=max(LISTEN_S, timeout_s / CONNECTS))
+        options._timeout = timedelta(seconds=max(LISTEN_S, timeout_s / _CONNECTS))
         try:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             group = dist.ProcessGroupGloo(crew.open_store("gloo"), crew.index, len(crew), options)
@@ -65,7 +65,7 @@ class NodeGroup:
                     raise TimeoutError("another node has lost its connection")
                 if clock.now() - begun > self._timeout_s:
                     raise TimeoutError(f"nothing came for {self._timeout_s:g} s (timeout_s)")
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
             work.wait()
         except (RuntimeError, TimeoutError) as error:
             # gloo would wait for its threads when it is destroyed, and these wait for the other node.

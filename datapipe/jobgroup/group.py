@@ -13,29 +13,29 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from .. import clock
 from ..cluster import Placement
+from ..errors import DatapipeError
 from ..fsio import boot_id
 from .heart import BEAT_S, BROKEN, LISTEN_S, Heart
 from .network import find_address, find_unreachable
 from .secret import SignedStore, StrangerError
-from .store import CrewError, LeftError, UnreachableError, ask, connect_store
+from .store import Answer, CrewError, LeftError, UnreachableError, ask, connect_store
 
-Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
 
-PARTING_S = 10.0  # how long process 0 keeps the store for others that are not done
-SAY_S = 10.0  # how often to say for whom this process waits
+_PARTING_S = 10.0  # how long process 0 keeps the store for others that are not done
+_SAY_S = 10.0  # how often to say for whom this process waits
 LOOK_S = 0.1
-FIRST_LOOK_S = 0.005  # the others come to most questions at the same time; each pause is twice the last one
+_FIRST_LOOK_S = 0.005  # the others come to most questions at the same time; each pause is twice the last one
 
 
 class Crew:
-    """The processes of a job, and its nodes. See `meeting.open_crew`.
+    """The processes of a job, and its nodes. See `rendezvous.open_crew`.
 
     Attributes:
         index: Number of this node, from 0.
@@ -120,7 +120,7 @@ class Crew:
         self._ask(lambda: self._store.set(f"{name}/{mine}", json.dumps(value)))
         keys = {rank: f"{name}/{rank}" for rank in ranks}
         beats: dict[int, str] = {}
-        said, pause, alive = clock.now(), FIRST_LOOK_S, dict.fromkeys(keys, clock.now())
+        said, pause, alive = clock.now(), _FIRST_LOOK_S, dict.fromkeys(keys, clock.now())
         while not self._ask(lambda: self._store.check([*keys.values()])):
             if is_over():
                 self._ask(lambda: self._store.check([BROKEN]), LISTEN_S)  # it may be the store that is gone
@@ -129,12 +129,12 @@ class Crew:
             pause = min(2 * pause, LOOK_S)
             now = clock.now()
             has_left = self._ask(lambda: self._store.check(["left"]))  # the store is not kept for long then
-            if not has_left and now - said < min(SAY_S, self.timeout_s / 2):
+            if not has_left and now - said < min(_SAY_S, self.timeout_s / 2):
                 continue
             missing = self._ask(lambda: [rank for rank, key in keys.items() if not self._store.check([key])])
             if missing:  # who leaves before all have answered may have answered itself
                 self._check_left(keys)
-            if now - said < min(SAY_S, self.timeout_s / 2):
+            if now - said < min(_SAY_S, self.timeout_s / 2):
                 continue
             said = now
             latest = self._ask(partial(self._latest_beats, missing))
@@ -213,7 +213,7 @@ class Crew:
             return ask(question, limit_s or self.timeout_s)
         except StrangerError:
             raise
-        except (RuntimeError, CrewError) as error:
+        except (RuntimeError, DatapipeError) as error:
             name = self.names([0]) if self.hosts_of_ranks else f"node 0 ({self.hosts[0]})"
             raise CrewError(f"{name} does not answer") from error
 
@@ -292,9 +292,9 @@ class Crew:
             self._store.set(f"bye/{self.placement.rank}", "")
             others = {*range(self.placement.world_size)}.difference(self.missing)
             keys = [f"bye/{rank}" for rank in others if self.index < 0 or self._store.check([f"beat/{rank}"])]
-            deadline = clock.now() + PARTING_S
+            deadline = clock.now() + _PARTING_S
             while self.placement.rank == 0 and not self._store.check(keys) and clock.now() < deadline:
                 time.sleep(LOOK_S)
 
         with suppress(CrewError):
-            self._ask(part, PARTING_S + LISTEN_S)
+            self._ask(part, _PARTING_S + LISTEN_S)

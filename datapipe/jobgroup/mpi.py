@@ -16,8 +16,8 @@ from .store import CrewError
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1e-4  # MPI moves bytes only while it is asked
-LOOK_S = 1.0  # how often to look whether a node has left
+_POLL_S = 1e-4  # MPI moves bytes only while it is asked
+_LOOK_S = 1.0  # how often to look whether a node has left
 
 
 def load_mpi() -> ModuleType:
@@ -30,7 +30,7 @@ def load_mpi() -> ModuleType:
     return MPI
 
 
-def find_problem(placement: Placement) -> SettingError | None:
+def find_mpi_problem(placement: Placement) -> SettingError | None:
     """Return why nodes cannot exchange by MPI: it is not here, or knows other processes; None if they can."""
     try:
         world = load_mpi().COMM_WORLD
@@ -73,8 +73,8 @@ class MpiGroup:
         request = self._nodes.Iallgather(mine.numpy(), everyones.numpy())
         begun = looked = clock.now()
         while not request.Test():
-            time.sleep(POLL_S)
-            if (now := clock.now()) - looked < LOOK_S:
+            time.sleep(_POLL_S)
+            if (now := clock.now()) - looked < _LOOK_S:
                 continue
             looked = now
             if self._crew.find_left(self._crew.leaders):

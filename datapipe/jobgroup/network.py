@@ -17,11 +17,11 @@ from ..errors import SettingError
 
 Gather = Callable[[str, Any], list[Any]]  # as Crew.gather
 
-SIOCGIFADDR = 0x8915  # netdevice(7): the first IPv4 address of an interface
-LINK_LOCAL = 0x20  # the scope, in /proc/net/if_inet6
-CALL_S = 10.0  # how long another node may take to answer, unless less is asked for
+_SIOCGIFADDR = 0x8915  # netdevice(7): the first IPv4 address of an interface
+_LINK_LOCAL = 0x20  # the scope, in /proc/net/if_inet6
+_CALL_S = 10.0  # how long another node may take to answer, unless less is asked for
 TOKEN_BYTES = 16
-ANY_HOST = "192.0.2.1"  # of no network (RFC 5737): what leads there is the default route
+_ANY_HOST = "192.0.2.1"  # of no network (RFC 5737): what leads there is the default route
 
 
 def interface_addresses() -> dict[str, str]:
@@ -29,12 +29,12 @@ def interface_addresses() -> dict[str, str]:
     addresses = {}
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-            answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", os.fsencode(name)))
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)))
             addresses[name] = socket.inet_ntoa(answer[20:24])  # a sockaddr_in behind the 16 bytes of the name
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, _, name = line.split()
-            if int(scope, 16) != LINK_LOCAL:
+            if int(scope, 16) != _LINK_LOCAL:
                 addresses.setdefault(name, str(ipaddress.IPv6Address(bytes.fromhex(digits))))
     return addresses
 
@@ -69,7 +69,7 @@ def link_speed(host: str = "") -> tuple[str, float | None]:
         kernel does not know, as for virtual ones.
     """
     with suppress(OSError):
-        address = address_towards(host or ANY_HOST)
+        address = address_towards(host or _ANY_HOST)
         names = [name for name, its_address in interface_addresses().items() if its_address == address]
         for name in names:
             with suppress(ValueError, OSError):
@@ -162,7 +162,7 @@ def _answering(address: str, token: bytes) -> Iterator[int]:
 def _call(source: str, place: tuple[str, int], token: bytes, limit_s: float) -> str:
     """Return why no host that answers with a token is reached from an address of this one; "" if it is."""
     try:
-        with socket.create_connection(place, min(limit_s, CALL_S), (source, 0)) as caller:
+        with socket.create_connection(place, min(limit_s, _CALL_S), (source, 0)) as caller:
             answer = caller.recv(len(token), socket.MSG_WAITALL)
     except OSError as error:
         return error.strerror or str(error)

@@ -79,7 +79,7 @@ def open_crew(
     stores = SignedStore(store, prefix, shared, place), SignedStore(beats, prefix, shared, place)
     token = hmac.new(shared, prefix.encode(), hashlib.sha256).hexdigest()  # torch's own keys are not to be guessed
     crew = Crew(noun, f"{prefix}/{token}", stores, placement, timeout_s, option)
-    with opened(crew):
+    with parting(crew):
         if refusal:
             raise CrewError(refusal)
         crew.meet()
@@ -87,8 +87,8 @@ def open_crew(
 
 
 @contextmanager
-def opened(crew: Crew) -> Iterator[None]:
-    """Tell the others of a crew if this process ends with an error, and part from them at the end."""
+def parting(crew: Crew) -> Iterator[None]:
+    """Part from the others of a crew at the end; if this process ends with an error, tell them."""
     _crews.append(crew)
     try:
         yield

@@ -28,11 +28,11 @@ from .store import CrewError
 logger = logging.getLogger(__name__)
 
 VARIABLE = "DATAPIPE_SECRET_FILE"
-NUM_DIGITS = 64  # of a secret, and of a tag
-WRITE_S = 10.0  # how long the process that makes the file may take to write to it
-LOOK_S = 0.05
-NO_SECRET = 0o400  # mode of an empty file, by which the process that has made it says that it cannot write there
-REMEDY = f"set {VARIABLE} to a file, which need not exist yet, in a folder of yours that all nodes share"
+_NUM_DIGITS = 64  # of a secret, and of a tag
+_WRITE_S = 10.0  # how long the process that makes the file may take to write to it
+_LOOK_S = 0.05
+_NO_SECRET = 0o400  # mode of an empty file, by which the process that has made it says that it cannot write there
+_REMEDY = f"set {VARIABLE} to a file, which need not exist yet, in a folder of yours that all nodes share"
 
 
 class StrangerError(CrewError):
@@ -53,7 +53,7 @@ class _NoRoomError(OSError):
     """The secret cannot be written."""
 
 
-def read_secret(path: Path, makes_it: bool = True, patience_s: float = WRITE_S) -> bytes:
+def read_secret(path: Path, makes_it: bool = True, patience_s: float = _WRITE_S) -> bytes:
     """Read the secret. The first process makes the file, which no other user can read.
 
     Where nothing can be written to a run's folder, the secret is the one in the user's home: a run may
@@ -76,11 +76,11 @@ def read_secret(path: Path, makes_it: bool = True, patience_s: float = WRITE_S) 
             _make(path)
         while True:
             secret = _read(path)
-            if len(secret) == NUM_DIGITS:
+            if len(secret) == _NUM_DIGITS:
                 return secret
             if clock.now() > deadline:
                 raise CrewError("holds no whole secret: remove it", path=path)
-            time.sleep(LOOK_S)
+            time.sleep(_LOOK_S)
     except _NoRoomError as error:
         own = choose_file()
         if path == own:
@@ -93,7 +93,7 @@ def read_secret(path: Path, makes_it: bool = True, patience_s: float = WRITE_S) 
 
 def _explain(path: Path, error: OSError) -> CrewError:
     what = "is a link" if error.errno == errno.ELOOP else error.strerror or str(error)
-    return CrewError(f"{what}: the processes of a job share a secret in it; {REMEDY}", path=path)
+    return CrewError(f"{what}: the processes of a job share a secret in it; {_REMEDY}", path=path)
 
 
 def _make(path: Path) -> None:
@@ -106,9 +106,9 @@ def _make(path: Path) -> None:
             return
         raise _NoRoomError(error.errno, error.strerror) from error
     try:
-        os.write(fd, secrets.token_hex(NUM_DIGITS // 2).encode())
+        os.write(fd, secrets.token_hex(_NUM_DIGITS // 2).encode())
     except OSError:
-        os.fchmod(fd, NO_SECRET)  # which `_read` finds, here and on other nodes
+        os.fchmod(fd, _NO_SECRET)  # which `_read` finds, here and on other nodes
     finally:
         os.close(fd)
 
@@ -122,10 +122,10 @@ def _read(path: Path) -> bytes:
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            raise CrewError(f"is not a file of mode 600 of this user's: remove it, or {REMEDY}", path=path)
-        if not info.st_size and stat.S_IMODE(info.st_mode) == NO_SECRET:
+            raise CrewError(f"is not a file of mode 600 of this user's: remove it, or {_REMEDY}", path=path)
+        if not info.st_size and stat.S_IMODE(info.st_mode) == _NO_SECRET:
             raise _NoRoomError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return file.read(NUM_DIGITS + 1)
+        return file.read(_NUM_DIGITS + 1)
 
 
 class SignedStore:
@@ -178,10 +178,10 @@ class SignedStore:
         return [self._open(key, value) for key, value in zip(keys, self._store.multi_get(keys), strict=True)]
 
     def _open(self, key: str, value: bytes) -> bytes:
-        tag, data = value[:NUM_DIGITS], value[NUM_DIGITS:]
+        tag, data = value[:_NUM_DIGITS], value[_NUM_DIGITS:]
         if not hmac.compare_digest(tag, self._sign(key, data)):
             raise StrangerError(
                 f"{key!r} at {self._place} was not written by a process of this job: a stranger has connected "
-                f"(then set another MASTER_PORT), or a node sees another file there: {REMEDY}"
+                f"(then set another MASTER_PORT), or a node sees another file there: {_REMEDY}"
             )
         return data

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .. import clock
+from .. import clock, watched
 from ..cluster import Placement
 from ..errors import DatapipeError, OtherNodeError, StagingError
-from ..streams import in_time
 
 Answer = TypeVar("Answer")
-LOOK_S = 0.1
+_LOOK_S = 0.1
 
 
 class CrewError(StagingError):
@@ -47,30 +44,20 @@ def ask(question: Callable[[], Answer], limit_s: float) -> Answer:
         Result of the function.
 
     Raises:
-        RuntimeError: It takes longer, or the store is gone.
-        CrewError: The function has raised it.
+        DatapipeError: It takes longer, or the function has raised CrewError.
+        RuntimeError: The store is gone.
     """
-    answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
-    def call() -> None:
+    def call() -> Answer:
         while True:
             lost_s = clock.lost_s()
             try:
-                answers.put((question(), None))
-            except (RuntimeError, CrewError) as error:
-                if clock.lost_s() > lost_s:
-                    continue
-                answers.put((None, error))
-            return
+                return question()
+            except (RuntimeError, CrewError):
+                if clock.lost_s() <= lost_s:
+                    raise
 
-    threading.Thread(target=call, name="datapipe-ask", daemon=True).start()
-    try:
-        answer, error = clock.get(answers, limit_s)
-    except queue.Empty:
-        raise RuntimeError("no answer") from None
-    if error is not None:
-        raise error
-    return answer
+    return watched.call(call, limit_s, "the store of the job", "a question", is_quiet=True)
 
 
 def connect_store(placement: Placement, is_first: bool, timeout_s: float, option: str = "timeout_s") -> dist.Store:
@@ -94,8 +81,8 @@ def connect_store(placement: Placement, is_first: bool, timeout_s: float, option
         _wait_for(place, timeout_s, option)
     name = Path(f"{placement.master}:{placement.port}")
     try:  # who listens there may be another program, which does not answer
-        return in_time(
-            lambda: dist.TCPStore(*place, is_master=is_keeper, timeout=limit, wait_for_workers=False), name, timeout_s
+        return watched.call(
+            lambda: dist.TCPStore(*place, is_master=is_keeper, timeout=limit, wait_for_workers=False), timeout_s, name
         )
     except RuntimeError as error:
         what = "cannot listen, as another job may do there: set another MASTER_PORT for all processes of this one"
@@ -135,10 +122,10 @@ def _wait_for(place: tuple[str, int], timeout_s: float, option: str) -> None:
     deadline = clock.now() + timeout_s
     while True:
         try:
-            socket.create_connection(place, timeout=max(LOOK_S, deadline - clock.now())).close()
+            socket.create_connection(place, timeout=max(_LOOK_S, deadline - clock.now())).close()
             return
         except OSError as error:
-            if clock.now() > deadline - LOOK_S:
+            if clock.now() > deadline - _LOOK_S:
                 what = f"process 0 does not answer within {timeout_s:g} s ({option}): {error.strerror or error}"
                 raise CrewError(f"{place[0]}:{place[1]}: {what}") from error
-            time.sleep(LOOK_S)
+            time.sleep(_LOOK_S)

@@ -18,14 +18,15 @@ import torch.distributed as dist
 
 from .. import clock
 from ..cluster import Placement
+from ..errors import DatapipeError
 from .group import LOOK_S, Crew
 from .heart import LISTEN_S
 from .network import address_towards
-from .rendezvous import opened
+from .rendezvous import parting
 from .secret import SignedStore
 from .store import CrewError, ask, connect_store
 
-COME_S = 2 * LISTEN_S  # how long to wait for nodes of which nothing is heard
+_COME_S = 2 * LISTEN_S  # how long to wait for nodes of which nothing is heard
 
 
 class Backups:
@@ -71,7 +72,7 @@ def regrouped(crew: Crew, backups: Backups) -> Iterator[Crew]:
     place = replace(place, rank=rank, world_size=len(survivors), has_store=True)
     rest = Crew(crew.noun, f"{crew.prefix}/again", stores, place, crew.timeout_s, crew.option)
     rest.settle([crew.hosts[node] for node in survivors], rank, [crew.numbers[node] for node in survivors])
-    with opened(rest):
+    with parting(rest):
         yield rest
 
 
@@ -105,11 +106,11 @@ def _agree(store: SignedStore, crew: Crew, candidates: list[int]) -> list[int]:
 
     def agree() -> list[int]:
         store.set(f"here/{crew.index}", "")
-        deadline, beats = clock.now() + COME_S, ""
+        deadline, beats = clock.now() + _COME_S, ""
         while (absent := {*candidates} - come(candidates)) and not store.check(["survivors"]):
             if not crew.has_lost_store:
                 before, beats = beats, repr(crew.read_beats([crew.leaders[node] for node in sorted(absent)]))
-                deadline = deadline if beats == before else clock.now() + COME_S
+                deadline = deadline if beats == before else clock.now() + _COME_S
             if clock.now() > deadline:
                 break
             time.sleep(LOOK_S)
@@ -117,6 +118,6 @@ def _agree(store: SignedStore, crew: Crew, candidates: list[int]) -> list[int]:
         return [int(node) for node in json.loads(store.set_first("survivors", json.dumps(here)))]
 
     try:
-        return ask(agree, crew.timeout_s + COME_S)
-    except (RuntimeError, CrewError) as error:
+        return ask(agree, crew.timeout_s + _COME_S)
+    except (RuntimeError, DatapipeError) as error:
         raise CrewError("another node was lost while those that are left met") from error

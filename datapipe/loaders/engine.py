@@ -20,12 +20,13 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ..errors import DatapipeError, DecodeError
+from ..watched import wait_for
 from .base import DataDescription, Loader, Place
 from .batch import Batch
 from .batch_slots import BatchSlots, ChunkReport
 from .image_chunk import ImageChunk
 from .options import LoaderOptions
-from .threads import Pool, Threads, wait_for
+from .threads import Pool, Threads
 
 logger = logging.getLogger(__name__)
 

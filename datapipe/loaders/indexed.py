@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import clock
+from .. import clock, watched
 from ..dataset import DataSet
 from ..errors import SettingError
 from ..native import JOB
@@ -23,7 +23,6 @@ from .batch_slots import BatchSlots
 from .engine import AHEAD, Engine, SampleSource, SlotsT
 from .image_chunk import BatchPlan, ImageChunk, IndexedImages
 from .options import LoaderOptions
-from .threads import call_in_time
 
 # Reads are slow that take this share of the threads' time, and are slower than from the page cache.
 SLOW_SHARE, SLOW_BYTES_PER_S = 0.25, 1e9
@@ -46,8 +45,8 @@ def open_for_loader(path: Path | str, options: LoaderOptions, local: Path | None
     Raises:
         DatapipeError: The data set cannot be opened, or not within `timeout_s`.
     """
-    data_set = call_in_time(
-        options.timeout_s, path, "opening the data set", lambda: DataSet(path, options.io, options.retries, local)
+    data_set = watched.call(
+        lambda: DataSet(path, options.io, options.retries, local), options.timeout_s, path, "opening the data set"
     )
     try:
         yield data_set

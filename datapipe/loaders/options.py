@@ -20,7 +20,7 @@ from ..names import BACKENDS, IOS, ORDERS, Io
 from ..sampling.augment import Augment
 from ..sampling.order import Last
 from ..split_names import TEST
-from ..streams import TIMEOUT_S
+from ..watched import TIMEOUT_S
 from .device import resolve_device
 
 # The lowest value of each setting that is a whole number.

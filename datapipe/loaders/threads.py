@@ -2,83 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .. import clock
-from ..errors import DatapipeError
-
-logger = logging.getLogger(__name__)
-
 _GRACE_S = 0.5  # for what a thread is doing when it is to end
-LOOK_S = 1.0  # how often to see whether the time is over: if the process is stopped meanwhile, that is late
-TELL_S = 10.0  # how often it is reported what somebody waits for
 
 _R = TypeVar("_R")
 _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 _TaskQueue = queue.SimpleQueue[_Task | None]  # None: the thread that takes it ends
-
-
-def wait_for(future: Future[_R], limit_s: float, report: Callable[[float, bool], None]) -> _R:
-    """Wait for a future, and return its result.
-
-    Args:
-        future: The result to wait for.
-        limit_s: Seconds, after which `report` is called with True; it raises then.
-        report: Function called every 10 s with the seconds waited, and False.
-
-    Raises:
-        Exception: The future's task or `report` has raised it.
-    """
-    began = reported = clock.now()
-    while True:
-        left = began + limit_s - clock.now()
-        try:
-            return future.result(max(0.0, min(LOOK_S, TELL_S, left)))
-        except NotYet:
-            if future.done():  # meanwhile, or the task itself raised a TimeoutError
-                return future.result()
-            now = clock.now()
-            if left <= 0 or now - reported >= TELL_S:
-                reported = now
-                report(now - began, left <= 0)
-
-
-def call_in_time(limit_s: float, path: Path | str, doing: str, function: Callable[..., _R], *arguments: object) -> _R:
-    """Call a function that reads at `path`, in a thread, and return what it returns.
-
-    Args:
-        limit_s: The seconds that it may take.
-        path: The file or folder, for messages.
-        doing: Description of what the function does, for messages: every 10 s it is logged that it has not been
-            answered.
-        function: Function called with `arguments`; what it raises is raised here.
-
-    Raises:
-        DatapipeError: After `limit_s` seconds, naming `path`.
-    """
-
-    def report(waited_s: float, is_over: bool) -> None:
-        message = f"{doing} has not been answered for {waited_s:.0f} s"
-        if is_over:
-            raise DatapipeError(f"{message} (timeout_s={limit_s:g})", path=path)
-        logger.warning("%s: %s", path, message)
-
-    pool = Pool(1)
-    try:
-        return wait_for(pool.submit(function, *arguments), limit_s, report)
-    finally:
-        pool.close()
 
 
 class Pool:

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +23,7 @@ from typing import BinaryIO
 import torch
 import xxhash
 
+from .. import watched
 from ..dataset.manifest import MANIFEST, Manifest
 from ..errors import DatapipeError, DecodeError, ManifestError, SettingError, ShardReadError, SourceError
 from ..formats.naming import IMAGES, split_name
@@ -32,7 +34,6 @@ from .base import DataDescription, Loader
 from .cpu import make_decoding_loader
 from .options import LoaderOptions
 from .tar_streams import Sample, TarShard, TarStreams, end_commands, import_webdataset, locate, read_samples
-from .threads import call_in_time
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,9 @@ def describe_shards(path: str, options: LoaderOptions) -> tuple[list[TarShard], 
         SettingError: It is not clear which shards are meant, or they are not tar files.
     """
     import_webdataset()
-    shards, manifest = call_in_time(options.timeout_s, path, "opening the data set", _list_shards, path, options.split)
+    shards, manifest = watched.call(
+        partial(_list_shards, path, options.split), options.timeout_s, path, "opening the data set"
+    )
     if manifest is not None:
         counts = [shard.num_samples for shard in manifest.shards]
         size = None if manifest.width is None or manifest.height is None else (manifest.width, manifest.height)
@@ -125,21 +128,21 @@ def _count_all(shards: list[TarShard], options: LoaderOptions) -> list[int]:
 
 
 def _count(shard: TarShard, timeout_s: float) -> int:
-    known = call_in_time(timeout_s, shard, "counting its samples", _read_count, shard)
+    known = watched.call(partial(_read_count, shard), timeout_s, shard, "counting its samples")
     if known is not None:
         return known
     logger.info("counting the samples of %s, once", shard)
     streams: list[BinaryIO] = []
     samples, count, keys = read_samples(shard, streams), 0, set[str]()
     try:
-        while more := call_in_time(timeout_s, shard, "counting its samples", _some_keys, samples):
+        while more := watched.call(partial(_some_keys, samples), timeout_s, shard, "counting its samples"):
             count += len(more)
             keys.update(more)
     except BaseException:
         end_commands(streams)
         raise
     if isinstance(shard, Path):
-        skipped = call_in_time(timeout_s, shard, "listing its members", _keys_beside, shard, keys)
+        skipped = watched.call(partial(_keys_beside, shard, keys), timeout_s, shard, "listing its members")
         if skipped:
             logger.warning(
                 "%s: %s of its samples are not read, such as %s: they lie behind an end mark, or are links, which the "

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .. import watched
 from ..dataset.manifest import MANIFEST, SPLITS, STATE, Manifest, find_data_sets
 from ..errors import SettingError, WrongPathError
 from ..fsio import checksum
 from ..names import CONVERTED
 from ..sources import open_source
 from ..sources.packed import load as open_packed
-from ..streams import in_time
 from .job import PackJob, PackResult
 from .options import SHARD_MIB, PackOptions
 from .out_folder import OutFolder
@@ -156,11 +156,11 @@ def _conversion_job(folder: Path, out: Path, options: PackOptions) -> PackJob:
     if not folder.exists() and (plan := out_folder.load_plan()):  # what was read of it is in the plan
         known = {name: plan.settings.get(name) for name in ("manifests", "seed", "recode", "shard_mib")}
     else:
-        known = in_time(partial(_packed_settings, folder), folder, options.timeout_s)
+        known = watched.call(partial(_packed_settings, folder), options.timeout_s, folder)
     source_settings = {"source": str(folder.resolve()), **known}
     if options.shard_mib is not None:
         source_settings["shard_mib"] = options.shard_mib
-    list_source = partial(in_time, partial(open_packed, folder), folder, options.timeout_s)
+    list_source = partial(watched.call, partial(open_packed, folder), options.timeout_s, folder)
     return PackJob(out_folder, options, source_settings, list_source)
 
 

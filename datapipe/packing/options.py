@@ -16,7 +16,7 @@ from ..images.recode import RecodeOptions
 from ..memory import allowed_bytes, parse_bytes
 from ..names import FORMATS, KINDS, LABELS
 from ..splits import SplitRule
-from ..streams import TIMEOUT_S
+from ..watched import TIMEOUT_S
 
 SHARD_MIB = 256
 MIN_MEMORY_BYTES = 1 << 20

@@ -5,10 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..streams import apart, in_time
-from .copy import Staged, errors_name_the_node, open_cache, stage_copies
-from .local_copy import list_copies
-from .options import StageOptions
+from .copy import Staged, errors_name_the_node, open_cache, stage_copies, stage_slice
+from .options import Request, StageOptions
 
 __all__ = ["StageOptions", "Staged", "stage", "stage_once"]
 
@@ -34,31 +32,17 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
         ManifestError: There is no readable data set at `source`.
         StagingError: There is not enough space, `local` holds another data set, another process holds its lock and
             does nothing, or the source was changed meanwhile.
-        ShardCorruptError: The source is damaged.
+        ShardCorruptError: The source is damaged, or cannot be read.
         DatapipeError: A read or write takes longer than `options.timeout_s`, or fails.
     """
     source, local, options = Path(source), Path(local), options or StageOptions()
     with errors_name_the_node():
         if options.resolved_mode() == "exchange":
-            from ..jobgroup.rendezvous import leave_crews
             from .multi_node import stage_together
 
-            problem = None
-            if options.transport == "mpi":
-                from ..jobgroup.mpi import find_problem
-
-                problem = find_problem(options.placement)  # in the thread that MPI belongs to
-            try:
-                return apart(lambda: stage_together(source, local, options, problem))
-            except (KeyboardInterrupt, SystemExit) as end:
-                leave_crews(end)
-                raise
-        copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
-        if options.mode == "slice":
-            from .slice import stage_slice
-
-            return stage_slice(source, local, copies, options)
-        return stage_copies(source, local, copies, options)
+            return stage_together(source, local, options)
+        request = Request.read(source, local, options)
+        return stage_slice(request) if options.mode == "slice" else stage_copies(request)
 
 
 def stage_once(source: Path, cache: Path, options: StageOptions | None = None, holds: ExitStack | None = None) -> Path:

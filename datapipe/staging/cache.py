@@ -1,4 +1,4 @@
-"""The cache of a node: the copies that lie in a folder, and which of them are removed to make room.
+"""The cache of a node: the copies that lie in a folder, what protects them, and which of them are removed.
 
 A copy lies in CACHE/NAME, or CACHE/NAME/SPLIT. Only a copy is removed that has an `.origin.json` and is this user's,
 and of it only the files that staging has put there. Until they are gone, this process holds the folder's lock, so that
@@ -10,30 +10,23 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import sys
 import time
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from .. import watched
 from ..dataset.block_slots import SLOTS
-from ..dataset.manifest import MANIFEST
-from ..errors import StagingError
-from ..fsio import existing_folder, free_bytes, mounted_as
-from ..locks import find_holder, locked_soon
-from ..memory import available_bytes
-from ..streams import TIMEOUT_S, in_time
+from ..dataset.manifest import MANIFEST, Manifest, compute_digest, compute_identity, read_content
+from ..errors import DatapipeError, ManifestError, WrongPathError
+from ..fsio import free_bytes, list_folders
+from ..watched import TIMEOUT_S
 from .decide import is_earlier, protection
 from .folder_content import FOLDER, ORIGIN, FolderContent, find_copies, is_note
-from .lease import leases_in
-from .local_copy import LocalCopy
-from .options import StageOptions
+from .lease import remove_ended
 
 logger = logging.getLogger(__name__)
-
-IN_MEMORY = "tmpfs", "ramfs"
-FIRST_BYTES = 1 << 20  # for folders and notes, which are written before it is known how much is missing
-PATIENCE_S = 10.0  # for a process that finds out whether there is room
 
 
 def claim(copy: FolderContent, stack: ExitStack, job: str = "", is_locked: bool = False) -> int | None:
@@ -57,7 +50,7 @@ def claim(copy: FolderContent, stack: ExitStack, job: str = "", is_locked: bool 
         if not is_locked:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for name in (MANIFEST, SLOTS):  # what its users hold
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # it has none
                 flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
                 lock = os.open(name, flags, dir_fd=fd)
                 stack.callback(os.close, lock)
@@ -71,14 +64,9 @@ def claim(copy: FolderContent, stack: ExitStack, job: str = "", is_locked: bool 
 
 
 def remove(copy: FolderContent, why: str) -> bool:
-    """Remove a copy, its manifest first, and its folder if that is empty then.
+    """Remove a copy, its manifest first, and its folder if that is empty then; `why` is for the log.
 
-    Args:
-        copy: Copy of any user.
-        why: Reason, for the log.
-
-    Returns:
-        Whether it was removed; False if `claim` says that it may not, or something cannot be removed.
+    Return whether it was removed; False if `claim` says that it may not, or something cannot be removed.
     """
     with ExitStack() as stack:
         fd = claim(copy, stack)
@@ -106,9 +94,7 @@ def remove_claimed(copy: FolderContent, fd: int, why: str, spared: str = "") -> 
                 os.fsync(fd)
         for folder in (copy.folder, copy.folder.parent):
             if folder != copy.cache and folder.is_relative_to(copy.cache):
-                for lease in leases_in(folder):
-                    if not lease.is_valid():
-                        lease.path.unlink(missing_ok=True)
+                remove_ended(folder)
                 with suppress(OSError):  # it is not empty
                     os.rmdir(folder)
     except OSError as error:
@@ -127,15 +113,19 @@ def evictable(cache: Path, device: int, spared: Collection[Path]) -> list[Folder
         device: Number of the filesystem that has too little room.
         spared: Folders of copies that are not removed, and of their sources.
     """
-    copies = in_time(lambda: find_copies(cache), cache, TIMEOUT_S)  # a filesystem may be mounted in it
+    copies = watched.call(lambda: find_copies(cache), TIMEOUT_S, cache)  # a filesystem may be mounted in it
     sources = {copy.source for copy in copies} | {str(path.resolve()) for path in spared}
     unused = []
     for copy in sorted(copies, key=lambda copy: (copy.last_used, copy.folder)):
-        if copy.device == device and str(copy.folder) not in sources:
-            with ExitStack() as stack:
-                if claim(copy, stack) is not None:
-                    unused.append(copy)
+        if copy.device == device and str(copy.folder) not in sources and is_evictable(copy):
+            unused.append(copy)
     return unused
+
+
+def is_evictable(copy: FolderContent) -> bool:
+    """Return whether a copy may be removed now to make room."""
+    with ExitStack() as stack:
+        return claim(copy, stack) is not None
 
 
 def evict(
@@ -167,80 +157,77 @@ def evict(
     return removed
 
 
-def remove_earlier(copy: LocalCopy) -> None:
-    """Remove the copies of earlier versions of a data set, beside that of its present version, that may be removed."""
-    for other in find_copies(copy.target.parent):
-        if is_earlier(other, copy.resolved, copy.identity) and other.digest != copy.digest:
-            remove(other, f"{copy.target.name} is of a later version")
+# --- what people and epilogs do with a cache ---
 
 
-# --- room for a copy ---
+@dataclass
+class Cleaned:
+    """What `clean` has done.
 
-
-def make_first_room(spared: Collection[Path], local: Path, options: StageOptions) -> None:
-    """Make room for the folders and notes that are written first, on a disk that is full, if that is allowed.
-
-    Args:
-        spared: Folders that are not removed, and of their sources.
-        local: Folder for the copies, which may not exist yet.
-        options: Settings of staging.
+    Attributes:
+        leases: Notes of jobs that have ended.
+        removed: Copies, each with the reason.
+        free_bytes: Bytes that are free on the cache's filesystem now.
     """
-    cache, folder = local.absolute().parent, existing_folder(local)
-    if options.evict and cache.exists() and free_bytes(folder) < FIRST_BYTES:
-        evict(folder, cache, FIRST_BYTES, spared, in_part=True)
+
+    leases: list[Path] = field(default_factory=list)
+    removed: list[tuple[FolderContent, str]] = field(default_factory=list)
+    free_bytes: int = 0
 
 
-@contextmanager
-def reserved_room(needed: int, spared: Collection[Path], local: Path, options: StageOptions) -> Iterator[None]:
-    """Check that there is space, and make room for it if that is allowed; until this ends, no other process does so.
+def clean(cache: Path, ended: str = "", free: int = 0, timeout_s: float = TIMEOUT_S) -> Cleaned:
+    """Remove from a cache what no job needs any more.
 
-    Other copies that are unfinished, and that a process is at work on, keep what they still need.
+    That is: notes of jobs that have ended; copies of which the source has a later version; unfinished copies of which
+    the source is gone, and not only its filesystem; then, the least recently used first, copies that nobody uses,
+    until so much is free, or none is left.
 
     Args:
-        needed: Bytes that are to be written.
-        spared: Folders that are not removed, and of their sources.
-        local: Folder for the bytes.
-        options: Settings of staging, which say whether other copies beside `local` may be removed.
+        cache: Folder that contains the copies.
+        ended: Number of a job that has ended, although its time is not over.
+        free: Bytes that are to be free.
+        timeout_s: Longest time that reading a source may take, in seconds.
 
-    Yields:
-        Nothing; the notes are to be written that promise the room.
+    Returns:
+        What was removed, and what is free now.
 
     Raises:
-        StagingError: There is not enough space.
+        WrongPathError: The folder does not exist.
     """
-    cache = local.absolute().parent
-    with locked_soon(cache, PATIENCE_S):
-        if needed:
-            _make_room(needed, spared, local, cache, options)
-        yield
+    if not cache.is_dir():
+        raise WrongPathError("is not a folder", path=cache)
+    cache, done = cache.resolve(), Cleaned()
+    for folder in (cache, *(level for top in list_folders(cache) for level in (top, *list_folders(top)))):
+        done.leases += remove_ended(folder, ended)
+    copies = find_copies(cache)
+    sources = {copy.source for copy in copies}
+    try:
+        for copy in copies:
+            if copy.owner == os.geteuid() and str(copy.folder) not in sources:
+                why = _why_useless(copy, timeout_s)
+                if why and remove(copy, why):
+                    done.removed.append((copy, why))
+    except DatapipeError as error:  # it hangs; no other source is asked: an epilog has little time
+        logger.warning("%s: what has become useless is not known", error)
+    done.removed += [(copy, "to make room") for copy in evict(cache, cache, free, in_part=True)]
+    done.free_bytes = free_bytes(cache)
+    return done
 
 
-def _make_room(needed: int, spared: Collection[Path], local: Path, cache: Path, options: StageOptions) -> None:
-    promised = sum(copy.missing_bytes for copy in _others_at_work(cache, local.stat().st_dev, spared))
-    if needed + promised <= (free := _free_bytes(local)):
-        return
-    if options.evict:
-        evict(local, cache, needed + promised, spared)
-        if needed + promised <= (free := _free_bytes(local)):
-            return
-        hint = f", and in {cache} there is not enough that nobody uses, keeps or has pinned"
-    else:
-        unused = sum(copy.size_bytes for copy in evictable(cache, local.stat().st_dev, spared))
-        hint = f"; with --evict, copies in {cache} that nobody uses make way: {unused:,} bytes" if unused else ""
-    others = f", of which {promised:,} are for copies that other processes are staging" if promised else ""
-    raise StagingError(f"needs {needed:,} bytes, {free:,} are free{others}{hint}", path=local)
+def _why_useless(copy: FolderContent, timeout_s: float) -> str:
+    """Say why no process will use a copy again; "" if that is not known. Raises DatapipeError if its source hangs."""
+    source = Path(copy.source)
 
+    def look() -> str:
+        beside = os.listdir(source.parent)
+        if beside and source.name not in beside:  # an empty folder is where a filesystem was mounted
+            return "" if copy.is_whole else "it is unfinished, and its source is gone"
+        content = read_content(source)
+        identity = compute_identity(Manifest.parse(content, source / MANIFEST))
+        is_later = compute_digest(content) != copy.digest and is_earlier(copy, source, identity)
+        return "its source has a later version" if is_later else ""
 
-def _others_at_work(cache: Path, device: int, spared: Collection[Path]) -> Iterator[FolderContent]:
-    """Iterate over the unfinished copies in a cache that other processes are at work on."""
-    mine = {str(path.resolve()) for path in spared}
-    for copy in in_time(lambda: find_copies(cache), cache, TIMEOUT_S):
-        if copy.device == device and copy.missing_bytes and str(copy.folder) not in mine:
-            with suppress(FileNotFoundError):  # removed at this moment
-                if find_holder(copy.folder):
-                    yield copy
-
-
-def _free_bytes(local: Path) -> int:
-    """Return the bytes that are free there; in memory, no more than the node, and the job, have of that."""
-    return min(free_bytes(local), available_bytes() if mounted_as(local) in IN_MEMORY else sys.maxsize)
+    try:
+        return watched.call(look, timeout_s, source)
+    except (ManifestError, OSError):  # it is not mounted
+        return ""

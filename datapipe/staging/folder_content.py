@@ -9,7 +9,6 @@ LOCAL/.stage.log       what a process in the background says
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -21,18 +20,18 @@ from functools import cached_property
 from pathlib import Path
 
 from ..dataset.block_slots import SLOTS, TAGS
-from ..dataset.manifest import MANIFEST, MAX_BYTES, Manifest
+from ..dataset.manifest import MANIFEST, MAX_BYTES, Manifest, compute_digest, compute_identity
 from ..dataset.partial_reader import KINDS, PARTIAL, temporary_path
 from ..errors import ManifestError
 from ..foreign import find_problem, open_regular, read_note
-from ..fsio import named
+from ..fsio import list_entries, list_folders, named
+from ..process_id import make_own_name
 from .lease import LEASE, Lease, is_pinned, leases_in
-from .partial_file import make_own_name
 
 ORIGIN, CHECKED, LOG = ".origin.json", ".checked.json", ".stage.log"
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 TEMPORARY = re.compile(rf"\..+\.({'|'.join(KINDS)})")
-BLOCK_BYTES = 512  # of st_blocks, stat(2)
+_BLOCK_BYTES = 512  # of st_blocks, stat(2)
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,12 @@ class Origin:
         return origin
 
     def write(self, folder: Path) -> None:
-        """Write it into the copy's folder."""
+        """Write it into the copy's folder, with a mode for which it is believed, whatever the umask."""
         path = folder / ORIGIN
         partial = temporary_path(path, PARTIAL, make_own_name())  # `sweep` knows its process, also without locks
         try:
             with named(partial):
-                with open(partial, "xb", opener=_open_own) as file:
+                with open(partial, "xb", opener=lambda path, flags: os.open(path, flags, 0o644)) as file:
                     file.write(json.dumps(asdict(self)).encode())
                     file.flush()
                     os.fsync(file.fileno())
@@ -94,10 +93,6 @@ class Origin:
         except OSError:
             partial.unlink(missing_ok=True)  # of a full disk
             raise
-
-
-def _open_own(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o644)  # so that it is believed, whatever the umask
 
 
 @dataclass(frozen=True)
@@ -139,13 +134,8 @@ class FolderContent:
             fd = os.open(folder, FOLDER | (0 if follows else os.O_NOFOLLOW))
         except OSError:
             return cls(folder, cache)
-        entries: dict[str, os.stat_result] = {}
         try:
-            with suppress(OSError), os.scandir(fd) as scanned:
-                for entry in scanned:
-                    with suppress(FileNotFoundError):  # removed at this moment
-                        entries[entry.name] = entry.stat(follow_symlinks=False)
-            info = os.fstat(fd)
+            entries, info = list_entries(fd), os.fstat(fd)
             origin = _read_origin(fd, info.st_uid) if ORIGIN in entries else None  # else it is written at this moment
             content = _read_manifest(fd, folder) if MANIFEST in entries else b""
         finally:
@@ -232,7 +222,7 @@ class FolderContent:
 
     def allocated_bytes(self, name: str) -> int:
         """Return what a file takes on the disk; 0 if it is not there."""
-        return self.entries[name].st_blocks * BLOCK_BYTES if name in self.entries else 0
+        return self.entries[name].st_blocks * _BLOCK_BYTES if name in self.entries else 0
 
     def has_name_of_cache(self) -> bool:
         """Return whether the folder is named as `stage_once` names one: after the data set and its manifest."""
@@ -241,7 +231,7 @@ class FolderContent:
 
 def _read_origin(fd: int, owner: int) -> Origin | None:
     """Read what a copy says of itself; None if it is not believed: not its user's, this user's or root's word."""
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError):  # it is removed, or is something else
         info = os.stat(ORIGIN, dir_fd=fd, follow_symlinks=False)
         if not find_problem(info) or not find_problem(info, owner):
             return Origin.parse(read_note(Path(ORIGIN), fd))
@@ -264,30 +254,13 @@ def is_note(name: str) -> bool:
     )
 
 
-def compute_digest(content: bytes) -> str:
-    """Compute what tells a manifest from others: the beginning of the SHA-256 of its content."""
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def compute_identity(manifest: Manifest) -> str:
-    """Compute what the versions of a data set have in common: the beginning of the SHA-256 of split and classes."""
-    return hashlib.sha256(json.dumps([manifest.split, manifest.classes]).encode()).hexdigest()[:16]
-
-
-def subfolders(folder: Path) -> list[Path]:
-    """List the folders in a folder, without links; none if it cannot be read."""
-    with suppress(OSError), os.scandir(folder) as entries:
-        return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
-    return []
-
-
 def find_copies(cache: Path) -> list[FolderContent]:
     """List the copies in a cache, of all users, as far as they can be read."""
     copies, cache = [], cache.resolve()
-    for folder in subfolders(cache):
+    for folder in list_folders(cache):
         if (content := FolderContent.read(folder, cache)).is_copy:
             copies.append(content)
         else:
-            splits = (FolderContent.read(split, cache) for split in subfolders(folder))
+            splits = (FolderContent.read(split, cache) for split in list_folders(folder))
             copies += [split for split in splits if split.is_copy]
     return copies

@@ -28,48 +28,32 @@ from ..cluster import job_end
 from ..dataset.manifest import MANIFEST
 from ..errors import StagingError
 from ..foreign import READ, find_problem, read_own
-from ..fsio import NETWORK_FILESYSTEMS, OWN_MODE, atomic_write, boot_id, make_folder, mounted_as
+from ..fsio import (
+    NETWORK_FILESYSTEMS,
+    OWN_MODE,
+    UNKNOWN,
+    Descriptor,
+    atomic_write,
+    boot_id,
+    list_entries,
+    make_folder,
+    mounted_as,
+)
 from ..locks import UNSEEN, BusyError, lock_holder
 from ..process_id import ProcessId
 
 logger = logging.getLogger(__name__)
 
 PINNED, LEASE = ".pinned", re.compile(r"\.keep-.+\.json")
-KEEP_S = 24 * 3600.0  # for which a copy is kept, if the scheduler does not tell when its job ends
-LOOK_S = 0.05  # between looks at a lock that another process holds
+_KEEP_S = 24 * 3600.0  # for which a copy is kept, if the scheduler does not tell when its job ends
+_LOOK_S = 0.05  # between looks at a lock that another process holds
 
 
 class EvictedError(StagingError):
     """A copy was removed to make room, and has to be staged again."""
 
 
-class HeldCopy:
-    """A copy that is in use: no process removes it until this is closed, or its process ends. See `hold_copy`.
-
-    Attributes:
-        folder: Folder of the copy.
-    """
-
-    def __init__(self, folder: Path, fd: int) -> None:
-        self.folder, self._fd = folder, fd
-
-    def close(self) -> None:
-        """Let the copy go. May be called twice."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __enter__(self) -> HeldCopy:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def hold_copy(folder: Path, patience_s: float) -> HeldCopy:
+def hold_copy(folder: Path, patience_s: float) -> Descriptor:
     """Hold a copy, so that no process removes it. On a filesystem without locks, none does anyway.
 
     Args:
@@ -77,7 +61,7 @@ def hold_copy(folder: Path, patience_s: float) -> HeldCopy:
         patience_s: Longest time to wait for a process that has its manifest for itself, in seconds.
 
     Returns:
-        The copy, to be closed when it is not used any more.
+        Descriptor to close when the copy is not used any more.
 
     Raises:
         EvictedError: It was removed.
@@ -86,21 +70,21 @@ def hold_copy(folder: Path, patience_s: float) -> HeldCopy:
     path, deadline = folder / MANIFEST, clock.now() + patience_s
     while True:
         try:
-            copy = HeldCopy(folder, fd := os.open(path, READ))
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(fd), os.lstat(path)):
-                return copy
+            descriptor = Descriptor(os.open(path, READ))
+            fcntl.flock(descriptor.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor.fd), os.lstat(path)):
+                return descriptor
         except FileNotFoundError as error:
             raise EvictedError("was removed meanwhile, to make room", path=folder) from error
         except BlockingIOError as error:  # who removes it holds it for a moment
             if clock.now() > deadline:
                 holder = lock_holder(path) or UNSEEN
                 raise BusyError(f"{holder} has had it for itself for {patience_s:g} s", path=path) from error
-            time.sleep(LOOK_S)
+            time.sleep(_LOOK_S)
         except OSError as error:
             if error.filename is not None:  # it cannot be opened
                 raise
-            return copy  # it cannot be locked
+            return descriptor  # it cannot be locked
 
 
 @dataclass(frozen=True)
@@ -141,9 +125,7 @@ class Lease:
         boots = {self.process.boot, boot_id()} - {""}
         if self.process.host != socket.gethostname() or len(boots) < 2:
             return True
-        with suppress(OSError):  # without /proc
-            return mounted_as(self.path.parent) in NETWORK_FILESYSTEMS
-        return True
+        return mounted_as(self.path.parent) in (*NETWORK_FILESYSTEMS, UNKNOWN)
 
 
 def keep_for_job(local: Path, job: str, environ: Mapping[str, str]) -> Path | None:
@@ -159,51 +141,53 @@ def keep_for_job(local: Path, job: str, environ: Mapping[str, str]) -> Path | No
     """
     if not job:
         return None
-    end = job_end(environ, time.time()) or time.time() + KEEP_S
+    end = job_end(environ, time.time()) or time.time() + _KEEP_S
     fields = {"job": job, **asdict(ProcessId.here()), "until": end}
-    path = local / f".keep-{quote(job)}.json"
+    path = local / f".keep-{re.sub(r'[^A-Za-z0-9_.-]', '_', job)[:100]}.json"
     for _ in range(100):
-        with suppress(FileNotFoundError):  # another process removes the empty folder at this moment
+        try:
             make_folder(local, OWN_MODE)
-            try:
-                if os.stat(local).st_uid != os.geteuid():
-                    return None
-                _remove_ended(local)
-                is_new = not os.path.lexists(path)
-                with atomic_write(path, alone=False, is_own=True) as file:
-                    file.write(json.dumps(fields).encode())
-                return path if is_new else None
-            except FileNotFoundError:
-                raise
-            except OSError as error:
-                logger.warning("%s cannot be kept for job %s: %s", local, job, error.strerror)
+            if os.stat(local).st_uid != os.geteuid():
                 return None
+            remove_ended(local)  # no epilog has done it
+            is_new = not os.path.lexists(path)
+            with atomic_write(path, alone=False, is_own=True) as file:
+                file.write(json.dumps(fields).encode())
+            return path if is_new else None
+        except FileNotFoundError:  # another process removes the empty folder at this moment
+            continue
+        except OSError as error:
+            logger.warning("%s cannot be kept for job %s: %s", local, job, error.strerror)
+            return None
     return None
 
 
-def _remove_ended(local: Path) -> None:
-    """Remove the notes of jobs whose time is over, or that ran before the node booted: no epilog has done it."""
-    for lease in leases_in(local):
-        if not lease.is_valid():
-            lease.path.unlink(missing_ok=True)
+def remove_ended(folder: Path, ended: str = "") -> list[Path]:
+    """Remove the notes of jobs whose time is over, or that ran before the node booted; return these notes.
 
-
-def quote(job: str) -> str:
-    """Return a job's number as a part of a file's name."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", job)[:100]
+    Args:
+        folder: Folder of the notes; those of other users stay.
+        ended: Number of a job that has ended before its time.
+    """
+    removed = []
+    for lease in leases_in(folder):
+        if not lease.is_valid() or lease.job == ended:
+            with suppress(OSError):  # it is another user's, or another process has removed it
+                lease.path.unlink()
+                removed.append(lease.path)
+    return removed
 
 
 def leases_in(folder: Path) -> Iterator[Lease]:
     """Iterate over the notes in a folder that keep its copies for jobs, also for those that have ended."""
-    with suppress(OSError):
-        for name in sorted(os.listdir(folder)):
-            if LEASE.fullmatch(name) and (lease := Lease.read(folder / name)):
-                yield lease
+    for name in sorted(list_entries(folder)):
+        if LEASE.fullmatch(name) and (lease := Lease.read(folder / name)):
+            yield lease
 
 
 def is_pinned(folder: Path) -> bool:
     """Return whether a folder has been pinned, by its owner or by root."""
-    with suppress(OSError):
+    with suppress(OSError):  # it is not, or is removed at this moment
         problem = find_problem(os.lstat(folder / PINNED), os.stat(folder).st_uid)
         if problem:
             _warn_once(f"{folder / PINNED}: {problem}, so it is not believed: remove it")

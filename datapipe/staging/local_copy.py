@@ -6,29 +6,37 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
-from ..dataset.manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
+from ..dataset.manifest import (
+    MANIFEST,
+    FileInfo,
+    Manifest,
+    compute_digest,
+    compute_identity,
+)
 from ..errors import StagingError
 from ..foreign import read_own
 from ..fsio import atomic_write, boot_id, checksum, sync_folder
-from ..streams import Moved, work_on_files
-from .folder_content import CHECKED, ORIGIN, FolderContent, Origin, compute_digest, compute_identity
+from ..watched import Moved, work_on_files
+from .folder_content import CHECKED, ORIGIN, FolderContent, Origin
+from .lease import hold_copy
 
 logger = logging.getLogger(__name__)
 
-TOUCH_S = 5.0  # how often a process that holds a folder's lock shows that it is at work
+_TOUCH_S = 5.0  # how often a process that holds a folder's lock shows that it is at work
+
+_IF_WRITABLE = suppress(OSError)  # a copy may be read-only, or another user's
 
 States = dict[str, list[int]]  # by a file's name: its inode, size and time of change
 
 
 @dataclass(frozen=True)
 class LocalCopy:
-    """A data set, and the folder that its copy is in, or will be.
+    """A data set, and the folder that its copy is in, or will be; and what is known of that once it is prepared.
 
     Attributes:
         source: Folder of the data set.
@@ -38,6 +46,9 @@ class LocalCopy:
         manifest: The same, parsed.
         splits: Names of all data sets that are staged to the folder above the target; none for one by itself; None if
             that is not known.
+        present: Files that are in place, see `find_present`.
+        is_locked: Whether this process has the folder for itself.
+        own_name: Word that makes temporary names this process's own, if the folder cannot be locked.
     """
 
     source: Path
@@ -46,6 +57,9 @@ class LocalCopy:
     content: bytes
     manifest: Manifest
     splits: tuple[str, ...] | None = None
+    present: States = field(default_factory=dict)
+    is_locked: bool = False
+    own_name: str = ""
 
     @classmethod
     def of_content(cls, source: Path, target: Path, content: bytes) -> LocalCopy:
@@ -77,21 +91,24 @@ class LocalCopy:
     def num_files(self) -> int:
         return sum(1 for _ in self.manifest.all_files())
 
-    def bytes_of(self, names: Collection[str]) -> int:
-        """Return the size of the files with these names."""
-        return sum(file.size_bytes for file in self.manifest.all_files() if file.name in names)
+    @property
+    def missing(self) -> list[FileInfo]:
+        """Files that are not in place."""
+        return [file for file in self.manifest.all_files() if file.name not in self.present]
+
+    @property
+    def present_bytes(self) -> int:
+        """Size of the files that are in place."""
+        return sum(file.size_bytes for file in self.manifest.all_files() if file.name in self.present)
 
     def read_folder(self) -> FolderContent:
         """Read what lies in the folder of the copy."""
         return FolderContent.read(self.target, self.target.absolute().parent, follows=True)
 
-    def write_origin(
-        self, present: Collection[str], is_complete: bool, in_background: bool = False, capacity_bytes: int = 0
-    ) -> None:
+    def write_origin(self, is_complete: bool, in_background: bool = False, capacity_bytes: int = 0) -> None:
         """Write what the folder is, or will be, a copy of.
 
         Args:
-            present: Names of the files that are in place.
             is_complete: Whether nothing is missing.
             in_background: Whether loaders may use what has landed.
             capacity_bytes: Size of its slots, if it has these.
@@ -107,7 +124,7 @@ class LocalCopy:
             in_background,
             self.manifest.size_bytes,
             time.time(),
-            self.bytes_of(present),
+            self.present_bytes,
             capacity_bytes,
             [*(splits or ())],
             self.identity,
@@ -117,57 +134,51 @@ class LocalCopy:
         """Note which copies are staged together with this one, unless the folder says so; not in another user's."""
         origin = content.origin
         if origin and self.splits is not None and origin.splits != [*self.splits] and content.owner == os.geteuid():
-            with suppress(OSError):  # it may be read-only
+            with _IF_WRITABLE:
                 replace(origin, splits=[*self.splits]).write(self.target)
 
     def touch(self) -> None:
         """Note that the copy is used; not in another user's."""
-        with suppress(OSError):
+        with _IF_WRITABLE:
             if os.lstat(self.target / ORIGIN).st_uid == os.geteuid():
                 os.utime(self.target / ORIGIN, follow_symlinks=False)
 
     def is_checked(self) -> bool:
         """Return whether all files were checked since the node booted, and have not changed since."""
-        try:
-            return self._read_checked() == {file.name: self._state_of(file.name) for file in self.manifest.all_files()}
-        except FileNotFoundError:
-            return False
+        states = self._states()
+        return len(states) == self.num_files and states == self._read_checked()
 
-    def find_present(self, timeout_s: float, trusts: bool, is_locked: bool) -> States:
-        """Find the files that are in place with their checksum.
+    def find_present(self, timeout_s: float, trusts: bool) -> States:
+        """Find the files that are in place with their checksum. A process that waits for them sees that this one works.
 
         Args:
-            timeout_s: Longest time that a read may take.
+            timeout_s: Longest time that a read may take, in seconds.
             trusts: Whether files that were checked since the node booted, and not changed since, count as good.
-            is_locked: Whether this process has the folder's lock; a process that waits for it sees that this one works.
 
         Returns:
             By name, the state that the file had before its checksum was compared.
         """
-        states: States = {}
-        for file in self.manifest.all_files():
-            with suppress(FileNotFoundError):
-                states[file.name] = self._state_of(file.name)
+        states = self._states()
         checked = self._read_checked() if trusts else {}
         good = {name: state for name, state in states.items() if checked.get(name) == state}
         files = [file for file in self.manifest.all_files() if file.name in states and file.name not in good]
-        sums = work_on_files(partial(self._checksum, is_locked), files, lambda file: self.target / file.name, timeout_s)
+        sums = work_on_files(self._checksum, files, lambda file: self.target / file.name, timeout_s)
         with closing(sums):
             for file, actual in zip(files, sums, strict=True):
                 if actual == file.xxh3_128:
                     good[file.name] = states[file.name]
         return good
 
-    def _checksum(self, is_locked: bool, file: FileInfo, moved: Moved) -> str:
+    def _checksum(self, file: FileInfo, moved: Moved) -> str:
         """Compute a file's checksum; "" if it cannot be read, and must be copied again."""
         touched = time.monotonic()
 
         def touch(path: Path | None = None) -> None:
             nonlocal touched
             moved(path)
-            if is_locked and time.monotonic() - touched > TOUCH_S:
+            if self.is_locked and time.monotonic() - touched > _TOUCH_S:
                 touched = time.monotonic()
-                with suppress(OSError):
+                with _IF_WRITABLE:
                     os.utime(self.target)
 
         try:
@@ -176,33 +187,46 @@ class LocalCopy:
             logger.warning("%s: %s", self.target / file.name, error.strerror)
             return ""
 
-    def complete(self, present: States, is_locked: bool) -> None:
-        """Write what makes the folder a data set, and note that all files have their checksums.
+    def complete(self, holds: ExitStack, patience_s: float) -> None:
+        """Make the folder a data set, of which all files are there, and hold it, so that no process removes it.
 
         Args:
-            present: States of `find_present`; the other files were checked when they got their names.
-            is_locked: Whether this process has the folder's lock.
+            holds: Stack that lets it go.
+            patience_s: Longest time to wait for a process that has it for itself, in seconds.
 
         Raises:
-            StagingError: Without the lock: another process has changed the copy.
+            EvictedError: It was removed, to make room, since it was found to be in place.
+            StagingError: Another process has changed it.
         """
-        states = {file.name: self._state_of(file.name) for file in self.manifest.all_files()}  # all are there
-        content = self.read_folder()
+        is_new = self.is_locked or bool(self.own_name)
+        if is_new:
+            self._write_notes(is_new)
+        holds.enter_context(closing(hold_copy(self.target, patience_s)))
+        if not is_new:
+            self._write_notes(is_new)
+        self.touch()
+
+    def _write_notes(self, is_new: bool) -> None:
+        """Write what makes the folder a data set, and that all files have their checksums.
+
+        Those that are not `present` were checked when they got their names.
+        """
+        states, content = self._states(), self.read_folder()
+        if len(states) < self.num_files or (content.content != self.content and not is_new):
+            raise StagingError("was changed by another process meanwhile: stage again", path=self.target)
         if content.content != self.content:
-            if not is_locked:
-                raise StagingError("was changed by another process meanwhile: stage again", path=self.target)
             if MANIFEST in content.entries:
                 logger.warning("%s is damaged: writing it again", self.target / MANIFEST)
             sync_folder(self.target)
             with atomic_write(self.target / MANIFEST, alone=False, is_own=True) as file:
                 file.write(self.content)
         if ORIGIN in content.entries and not self._is_complete(content.origin):  # else it is not staging's
-            with suppress(OSError):  # it may be read-only
-                self.write_origin(states, is_complete=True)
-        states |= present
+            with _IF_WRITABLE:
+                self.write_origin(is_complete=True)
+        states |= self.present
         if states != self._read_checked():
-            with suppress(OSError), atomic_write(self.target / CHECKED, alone=False, is_own=True) as file:
-                file.write(json.dumps({"boot": boot_id(), "files": states}).encode())  # unless it is read-only
+            with _IF_WRITABLE, atomic_write(self.target / CHECKED, alone=False, is_own=True) as file:
+                file.write(json.dumps({"boot": boot_id(), "files": states}).encode())
 
     def _is_complete(self, origin: Origin | None) -> bool:
         return (
@@ -223,18 +247,11 @@ class LocalCopy:
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
-    def _state_of(self, name: str) -> list[int]:
-        info = (self.target / name).stat()
-        return [info.st_ino, info.st_size, info.st_mtime_ns]
-
-
-def list_copies(source: Path, local: Path) -> list[LocalCopy]:
-    """List the data sets at `source` (itself, or its splits), and where in `local` their copies belong.
-
-    Raises ManifestError when there is none.
-    """
-    folders = find_data_sets(source)
-    if folders == [source]:
-        return [replace(LocalCopy.of_content(source, local, read_content(source)), splits=())]
-    copies = [LocalCopy.of_content(path, local / path.name, read_content(path)) for path in folders]
-    return [replace(copy, splits=tuple(path.name for path in folders)) for copy in copies]
+    def _states(self) -> States:
+        """Return the state of each file that is there."""
+        states: States = {}
+        for file in self.manifest.all_files():
+            with suppress(FileNotFoundError):  # it is missing
+                info = (self.target / file.name).stat()
+                states[file.name] = [info.st_ino, info.st_size, info.st_mtime_ns]
+        return states

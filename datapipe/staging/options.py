@@ -1,14 +1,19 @@
-"""The settings of staging, checked."""
+"""What is asked for: the settings of staging, checked, and the data sets that are to be copied."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from .. import watched
 from ..checks import check_name, check_seconds, checked_int, is_number
 from ..cluster import Placement
+from ..dataset.manifest import find_data_sets, read_content
 from ..errors import SettingError
 from ..names import STAGE_MODES, TRANSPORTS
-from ..streams import STREAMS, TIMEOUT_S
+from ..watched import STREAMS, TIMEOUT_S
+from .local_copy import LocalCopy
 
 
 @dataclass(frozen=True)
@@ -81,3 +86,62 @@ class StageOptions:
         if self.mode != "auto":
             return self.mode
         return "exchange" if self.placement.world_size > 1 and self.placement.master else "copy"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Data sets that are to be copied to a folder.
+
+    Attributes:
+        source: Folder that contains the data sets.
+        local: Folder for the copies.
+        copies: Copies of the data sets.
+        options: Settings of staging.
+        trusts: Whether files that were checked since the node booted, and not changed since, count as good.
+        waits: Whether to wait for another process that stages to the same folder.
+        checks_beside: Whether no other data sets may be in the folder.
+        part: Copy that is to be slots for a part of its data set, if one is.
+    """
+
+    source: Path
+    local: Path
+    copies: Sequence[LocalCopy]
+    options: StageOptions
+    trusts: bool = False
+    waits: bool = True
+    checks_beside: bool = True
+    part: LocalCopy | None = None
+
+    @classmethod
+    def read(cls, source: Path, local: Path, options: StageOptions) -> Request:
+        """Return the request for the data sets at `source` (itself, or its splits). Raises ManifestError for none.
+
+        Args:
+            source: A data set, or the folder of its splits.
+            local: The folder for the copy; splits become its sub-folders.
+            options: Settings of staging.
+        """
+        copies = watched.call(lambda: _list_copies(source, local), options.timeout_s, source)
+        return cls(source, local, copies, options)
+
+    @property
+    def cache(self) -> Path:
+        """Folder that contains `local`, and other copies, which may make room."""
+        return self.local.absolute().parent
+
+    @property
+    def spared(self) -> set[Path]:
+        """Folders that do not make room: the copies', and their sources'."""
+        return {self.source, self.local} | {path for copy in self.copies for path in (copy.source, copy.target)}
+
+
+def _list_copies(source: Path, local: Path) -> list[LocalCopy]:
+    """List the data sets at `source` (itself, or its splits), and where in `local` their copies belong.
+
+    Raises ManifestError when there is none.
+    """
+    folders = find_data_sets(source)
+    if folders == [source]:
+        return [replace(LocalCopy.of_content(source, local, read_content(source)), splits=())]
+    copies = [LocalCopy.of_content(path, local / path.name, read_content(path)) for path in folders]
+    return [replace(copy, splits=tuple(path.name for path in folders)) for copy in copies]

@@ -10,30 +10,24 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
-import stat
 import threading
-import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
 from ..dataset.manifest import FileInfo
 from ..dataset.partial_reader import LANDED, PARTIAL, map_head, temporary_path, write_landed
-from ..foreign import READ, open_own, open_regular
+from ..errors import StagingError
+from ..foreign import open_own, open_regular, read_own
 from ..fsio import checksum, named
-from ..process_id import ProcessId, find_state
-from ..streams import Moved
+from ..watched import Moved
 
 logger = logging.getLogger(__name__)
 
 # A longer write gets larger pieces of memory for the page cache, which a virtual machine may first have to be given.
-WRITE_BYTES = 256 << 10
-FORGOTTEN_S = 7 * 24 * 3600.0  # without a write, after which a file is not a live process's
-SUM_BYTES = 16  # of a chunk's checksum in the map
+_WRITE_BYTES = 256 << 10
+_SUM_BYTES = 16  # of a chunk's checksum in the map
 
 
 class WrongBytes(ValueError):
@@ -61,18 +55,23 @@ class PartialFile:
         self._head = map_head(info, chunk_bytes)
         self._missing: set[int] = set()
         self._was_wrong = False  # perhaps by what a loader had read
-        if not is_whole:
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Find out what has landed. No thread may be at work on the file."""
+        self.close()
+        if not self.is_whole:
             # If all have landed, it was killed before it gave the file its name: one more write leads to that.
             missing = self._read_map()
             self._missing = {*range(self._num_chunks)} if missing is None else missing or {self._num_chunks - 1}
 
     def _read_map(self) -> set[int] | None:
         """Return the chunks that have not landed yet; None where there is no map of this file."""
-        with suppress(OSError):
+        with suppress(OSError, StagingError):  # there is none, or it is a link, or another user's
             size = os.lstat(self._partial).st_size
-            content = _read_own(self._landed)
+            content = read_own(self._landed)
             flags = content[len(self._head) :]
-            is_map = content.startswith(self._head) and len(flags) == self._num_chunks * (1 + SUM_BYTES) + 1
+            is_map = content.startswith(self._head) and len(flags) == self._num_chunks * (1 + _SUM_BYTES) + 1
             if is_map and size == self.info.size_bytes:
                 return {number for number, flag in enumerate(flags[: self._num_chunks]) if flag != 1}
         return None
@@ -81,21 +80,18 @@ class PartialFile:
         """Compare the chunks that have landed with their checksums; those that differ are missing again.
 
         A power cut can leave zeros where the map, which reached the disk earlier, says that a chunk has landed.
-
-        Args:
-            moved: Function that is called after each read.
         """
         landed = {*range(self._num_chunks)} - self._missing
         if self.is_whole or self._num_chunks == 1 or not landed:
             return
         self.open()
-        sums = os.pread(self._map_fd, SUM_BYTES * self._num_chunks, len(self._head) + self._num_chunks + 1)
+        sums = os.pread(self._map_fd, _SUM_BYTES * self._num_chunks, len(self._head) + self._num_chunks + 1)
         room = memoryview(bytearray(self.chunk_bytes))
         for number in sorted(landed):
             data = room[: min(self.chunk_bytes, self.info.size_bytes - number * self.chunk_bytes)]
             is_there = os.preadv(self._fd, [data], number * self.chunk_bytes) == len(data)
             moved()
-            expected = sums[SUM_BYTES * number : SUM_BYTES * (number + 1)]
+            expected = sums[_SUM_BYTES * number : _SUM_BYTES * (number + 1)]
             if not is_there or xxhash.xxh3_64_hexdigest(data).encode() != expected:
                 logger.warning("%s: the disk does not hold what was written at %d", self._partial, number * len(room))
                 self._missing.add(number)
@@ -105,6 +101,12 @@ class PartialFile:
     def lacks(self, offset: int) -> bool:
         """Return whether the chunk that begins at `offset` has not landed."""
         return offset // self.chunk_bytes in self._missing
+
+    @property
+    def missing_bytes(self) -> int:
+        """Size of the chunks that have not landed."""
+        size, chunk_bytes = self.info.size_bytes, self.chunk_bytes
+        return sum(min(chunk_bytes, size - number * chunk_bytes) for number in self._missing)
 
     def open(self) -> None:
         """Open the temporary files, empty unless chunks have landed."""
@@ -125,7 +127,7 @@ class PartialFile:
                     if is_new:
                         os.ftruncate(self._map_fd, 0)
                         os.pwrite(self._map_fd, self._head + bytes(self._num_chunks), 0)
-                        os.ftruncate(self._map_fd, len(self._head) + (SUM_BYTES + 1) * self._num_chunks + 1)
+                        os.ftruncate(self._map_fd, len(self._head) + (_SUM_BYTES + 1) * self._num_chunks + 1)
                     self._mark(self._num_chunks, b"\1" if self._was_wrong else b"\0")  # 0: loaders may add to it
 
     def was_added(self, offset: int) -> bool:
@@ -134,17 +136,12 @@ class PartialFile:
         return self._map_fd >= 0 and os.pread(self._map_fd, 1, len(self._head) + offset // self.chunk_bytes) == b"\1"
 
     def write(self, offset: int, data: memoryview) -> bool:
-        """Write a chunk; return whether it was the last one.
-
-        Args:
-            offset: Place in the file, a multiple of the chunks' size.
-            data: Bytes of the chunk; none if it is there.
-        """
+        """Write a chunk that begins at `offset` (no bytes if it is there); return whether it was the last one."""
         self.open()
         with named(self._partial):
             done = 0
             while done < len(data):
-                done += os.pwrite(self._fd, data[done : done + WRITE_BYTES], offset + done)
+                done += os.pwrite(self._fd, data[done : done + _WRITE_BYTES], offset + done)
         number = offset // self.chunk_bytes
         with self._lock:
             was_missing = number in self._missing
@@ -169,16 +166,15 @@ class PartialFile:
     def finish(self, moved: Moved) -> None:
         """Compare what lies on the disk with the checksum, and give the file its name.
 
-        Args:
-            moved: Function that is called after each read and write.
-
         Raises:
             WrongBytes: It has another checksum. It is forgotten, and may be copied again.
         """
         self.open()
         self._mark(self._num_chunks, b"\1")  # from here on, loaders add nothing
         moved(self._partial)
-        with named(self._partial), self._without_loaders():
+        with named(self._partial):
+            with suppress(OSError):  # without locks, loaders add nothing anyway
+                fcntl.flock(self._fd, fcntl.LOCK_EX)  # waits for those that are adding a chunk; until it is closed
             try:
                 os.fsync(self._fd)
             except OSError:
@@ -196,28 +192,12 @@ class PartialFile:
         self._landed.unlink(missing_ok=True)
         self.close()
 
-    @contextmanager
-    def _without_loaders(self) -> Iterator[None]:
-        """Wait for loaders that are adding a chunk. Where there are no locks, they add nothing anyway."""
-        fd = self._fd
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)
-
     def forget(self) -> None:
         """Remove what has landed."""
         self.close()
         for path in (self._landed, self._partial):  # a map without its file counts for nothing
             path.unlink(missing_ok=True)
         self._missing = {*range(self._num_chunks)}
-
-    def again(self) -> PartialFile:
-        """Return the same file, as what of it has landed shows."""
-        return PartialFile(self.target, self.info, self.chunk_bytes, self.is_whole, self._own_name)
 
     def close(self) -> None:
         """Close the temporary files, which stay. May be called twice."""
@@ -226,29 +206,3 @@ class PartialFile:
                 if fd >= 0:
                     os.close(fd)
             self._fd = self._map_fd = -1
-
-
-def make_own_name() -> str:
-    """Return what makes temporary names this process's own."""
-    return f".{ProcessId.here().mark}.{uuid.uuid4().hex[:8]}"
-
-
-def is_of_dead_process(path: Path) -> bool:
-    """Return whether a temporary file is the own one of a process that has ended.
-
-    Of a process that cannot be seen from here, that counts which its file has not been written to for `FORGOTTEN_S`.
-    """
-    match = re.fullmatch(r"\..+\.([0-9a-f]{12}-[0-9]+-[0-9]*)\.[0-9a-f]{8}", path.stem)
-    if match is None:
-        return False
-    state = find_state(match[1])
-    with suppress(OSError):
-        return state == "ended" or (state == "unknown" and time.time() - path.stat().st_mtime > FORGOTTEN_S)
-    return False
-
-
-def _read_own(path: Path) -> bytes:
-    fd = os.open(path, READ)
-    with os.fdopen(fd, "rb") as file:
-        info = os.fstat(fd)
-        return file.read() if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() else b""

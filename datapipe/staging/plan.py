@@ -6,7 +6,7 @@ files. So ten thousand small shards are copied as fast as ten large ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -24,12 +24,12 @@ class Extent(NamedTuple):
 Chunk = tuple[Extent, ...]
 
 
-def cut(sizes: Sequence[int], chunk_bytes: int) -> list[Chunk]:
+def cut_files(sizes: Sequence[int], chunk_bytes: int) -> list[Chunk]:
     """Cut files into chunks, in the order of the files.
 
     A file larger than a chunk begins a chunk of its own, so that its chunks begin at multiples of `chunk_bytes`.
 
-        >>> for chunk in cut([25, 3, 4, 4], chunk_bytes=10): print([tuple(extent) for extent in chunk])
+        >>> for chunk in cut_files([25, 3, 4, 4], chunk_bytes=10): print([tuple(extent) for extent in chunk])
         [(0, 0, 10)]
         [(0, 10, 10)]
         [(0, 20, 5)]
@@ -62,7 +62,7 @@ def stagger(chunks: Sequence[Chunk], node: int, num_nodes: int, width: int) -> l
     So a node's threads read from several storage targets, and nodes that begin together do not queue at the same one.
 
     Args:
-        chunks: Chunks, as `cut` returns them.
+        chunks: Chunks, as `cut_files` returns them.
         node: Number of the node, from 0.
         num_nodes: Number of nodes that copy the same files.
         width: Number of files at a time, from 1.
@@ -106,9 +106,4 @@ def share_reads(missing: np.ndarray, run: int) -> list[list[int]]:
 
 def needed_bytes(chunks: Sequence[Chunk]) -> int:
     """Return the bytes of some chunks."""
-    return sum(extent.size for extent in extents(chunks))
-
-
-def extents(chunks: Sequence[Chunk]) -> Iterator[Extent]:
-    """Iterate over the extents of some chunks."""
-    return (extent for chunk in chunks for extent in chunk)
+    return sum(extent.size for chunk in chunks for extent in chunk)

@@ -1,36 +1,32 @@
-"""How far a copy is, as its folder tells without a look at the source; and staging in the background."""
+"""How far a copy is, as its folder tells without a look at the source; and waiting for a process that stages."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import signal
 import stat
-import sys
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .. import clock
-from ..dataset.block_slots import SLOTS, BlockSlots
+from ..dataset.block_slots import SLOTS, count_held
 from ..dataset.manifest import MANIFEST
 from ..dataset.partial_reader import LANDED, count_landed
 from ..errors import StagingError
-from ..foreign import open_own, read_note
-from ..fsio import OWN_MODE, PRIVATE_MODE, make_folder
+from ..foreign import read_note
+from ..fsio import list_folders
 from ..locks import find_holder
-from ..streams import TIMEOUT_S
-from .folder_content import LOG, ORIGIN, FolderContent, subfolders
+from ..watched import TIMEOUT_S
+from .folder_content import LOG, ORIGIN, FolderContent
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.2
-SAY_S = 10.0  # how often to say how far it is
+_LOOK_S = 0.2
+_SAY_S = 10.0  # how often to say how far it is
 
 
 @dataclass(frozen=True)
@@ -54,10 +50,6 @@ class StageProgress:
     seconds_left: float | None
     holder: str = ""
 
-    def as_row(self) -> dict[str, Any]:
-        """Return it as JSON holds it."""
-        return asdict(self)
-
     def __str__(self) -> str:
         share = f"{self.landed_bytes / 2**20:,.1f} of {self.total_bytes / 2**20:,.1f} MiB"
         if self.state != "running":
@@ -75,37 +67,39 @@ def find_progress(local: Path) -> StageProgress:
     Raises:
         StagingError: Nothing was staged there, or what was cannot be read, or is removed at this moment.
     """
-    folders = [path.parent for path in (local / ORIGIN, *sorted(local.glob(f"*/{ORIGIN}"))) if path.exists()]
+    folders = [folder for folder in (local, *_splits(local)) if (folder / ORIGIN).exists()]
     if not folders:
         raise StagingError("nothing was staged there", path=local)
-    try:
-        holder = next(filter(None, map(find_holder, folders)), "")
-    except FileNotFoundError as error:
-        raise StagingError("was removed to make room", path=local) from error
+    holder = next(filter(None, map(find_holder, folders)), "")
     # After that: a process completes them before it leaves.
     copies = [FolderContent.read(folder, folder, follows=True) for folder in folders]
-    origins = [copy.origin for copy in copies if copy.origin]
-    if len(origins) < len(copies):
-        copy = next(copy for copy in copies if not copy.origin)
+    for copy in copies:
         if not copy.info:
             raise StagingError("was removed to make room", path=copy.folder)
-        raise StagingError("cannot be read, or another user could have written it", path=copy.folder / ORIGIN)
+        if not copy.origin:
+            raise StagingError("cannot be read, or another user could have written it", path=copy.folder / ORIGIN)
+    origins = [copy.origin for copy in copies if copy.origin]
     counts = [_count(copy, {*origin.files}) for copy, origin in zip(copies, origins, strict=True)]
     landed, whole = zip(*counts, strict=True)
-    is_slice = any(origin.capacity_bytes for origin in origins)
+    landed_bytes, total_bytes = sum(landed), sum(origin.total_bytes for origin in origins)
     is_whole = all(map(_is_whole, copies, landed))
     if local not in folders:  # one of several splits may have been removed, or is not staging's
         splits = {name for origin in origins for name in origin.splits} - {folder.name for folder in folders}
         is_whole &= all((local / name / MANIFEST).exists() for name in splits)
+    is_slice = any(origin.capacity_bytes for origin in origins)
     state, seconds_left = ("slice" if is_slice else "whole") if is_whole else "running" if holder else "stopped", None
     if state == "running":
         passed = time.time() - min(origin.began for origin in origins)
-        came = sum(landed) - sum(origin.began_bytes for origin in origins)
-        total = sum(origin.total_bytes for origin in origins)
-        seconds_left = passed * (total - sum(landed)) / came if came > 0 and passed > 0 else None
-    return StageProgress(
-        state, sum(landed), sum(origin.total_bytes for origin in origins), sum(whole), seconds_left, holder
-    )
+        came = landed_bytes - sum(origin.began_bytes for origin in origins)
+        seconds_left = passed * (total_bytes - landed_bytes) / came if came > 0 and passed > 0 else None
+    return StageProgress(state, landed_bytes, total_bytes, sum(whole), seconds_left, holder)
+
+
+def look(local: Path) -> StageProgress | None:
+    """Do what `find_progress` does; None where it raises."""
+    with suppress(StagingError):  # there is nothing yet
+        return find_progress(local)
+    return None
 
 
 def _is_whole(copy: FolderContent, landed: int) -> bool:
@@ -122,14 +116,9 @@ def _is_whole(copy: FolderContent, landed: int) -> bool:
 
 def _count(copy: FolderContent, names: Collection[str] = ()) -> tuple[int, int]:
     """Return the bytes that are in a folder, and the number of whole files; of all, unless `names` gives some."""
-    landed = whole = 0
-    if SLOTS in copy.entries:
-        with suppress(StagingError):
-            slots = BlockSlots(copy.folder)
-            landed = slots.held_bytes()
-            slots.close()
+    landed, whole = count_held(copy.folder) or 0 if SLOTS in copy.entries else 0, 0
     for name, info in copy.entries.items():
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):  # it is removed at this moment, or is something else
             if name.endswith(f".{LANDED}") and name.startswith("."):
                 landed += count_landed(read_note(copy.folder / name))
             elif name.startswith(".") or name == MANIFEST or (names and name not in names):
@@ -140,14 +129,11 @@ def _count(copy: FolderContent, names: Collection[str] = ()) -> tuple[int, int]:
 
 
 def wait_until_whole(local: Path, timeout_s: float = TIMEOUT_S) -> StageProgress:
-    """Wait until another process has staged to a folder, and say how far it is every 10 s.
+    """Wait until another process has staged to a folder, and say how far it is every 10 s; return the progress then.
 
     Args:
         local: Folder of a copy, or of the copies of several splits.
         timeout_s: Longest time without a change there, in seconds.
-
-    Returns:
-        The progress at the end: all is there.
 
     Raises:
         StagingError: No process stages there, or it does nothing.
@@ -161,117 +147,61 @@ def wait_until_whole(local: Path, timeout_s: float = TIMEOUT_S) -> StageProgress
         if now - changed > timeout_s:
             message = f"{progress}: nothing has changed for {timeout_s:g} s (timeout_s); end that process"
             raise StagingError(message, path=local)
-        if now - said > SAY_S:
+        if now - said > _SAY_S:
             said = now
             logger.info("%s: %s", local, progress)
-        time.sleep(LOOK_S)
+        time.sleep(_LOOK_S)
     if progress.state == "stopped":
         raise StagingError(f"{progress}: no process is at work there{_last_words(local)}", path=local)
     return progress
 
 
-def continue_in_background(local: Path) -> Background | None:
-    """Make a process that continues in the background, apart from this one's terminal.
+def wait_for_first(local: Path, pid: int, before: int) -> StageProgress:
+    """Wait until a child of this process that stages has brought something, or is done. An interrupt ends it, too.
 
     Args:
-        local: Folder that it stages to. What it says is written there, to `.stage.log`.
+        local: Folder that it stages to.
+        pid: Number of the child.
+        before: Bytes that were there before it began.
 
     Returns:
-        To this process the other one; to that one, or where there can be none, None: it is to stage.
+        The progress.
+
+    Raises:
+        StagingError: It has failed; says why.
     """
-    before = _count_landed(local)
     try:
-        make_folder(local.parent, PRIVATE_MODE)
-        make_folder(local, OWN_MODE)
-        log = open_own(local / LOG, os.O_APPEND)
-    except (OSError, StagingError) as error:
-        if not isinstance(error, StagingError) and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        logger.warning("%s cannot be written (%s): staging in the foreground", local / LOG, error)
-        return None
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child:
-        os.close(log)
-        return Background(local, child, before)
-    os.setsid()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # The log is emptied, unless another process still writes to it. Where files cannot be locked, it only grows.
-    with suppress(OSError):
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(log, 0)
-    with suppress(OSError):
-        fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for opened, number in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(opened, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # what a script has open would stay open
-    return None
-
-
-@dataclass
-class Background:
-    """A process that stages in the background, a child of this one.
-
-    Attributes:
-        local: Folder that it stages to.
-        pid: Its number.
-        before: Bytes that were there before, as far as they stay.
-    """
-
-    local: Path
-    pid: int
-    before: int
-
-    def wait_for_first(self) -> StageProgress:
-        """Wait until the process has brought something, or is done. An interrupt ends it, too.
-
-        Raises:
-            StagingError: It has failed; says why.
-        """
-        try:
-            while True:
-                ended, status = os.waitpid(self.pid, os.WNOHANG)
-                if ended:
-                    self.pid = 0
-                    if status:
-                        message = f"staging in the background has failed{_last_words(self.local)}"
-                        raise StagingError(message, path=self.local)
-                    return _describe_end(self.local)
-                with suppress(StagingError):
-                    progress = find_progress(self.local)
-                    if progress.state == "running" and progress.landed_bytes > self.before:
-                        return progress
-                    self.before = min(self.before, progress.landed_bytes)  # an earlier version's files are removed
-                time.sleep(LOOK_S)
-        except BaseException:
-            if self.pid:
-                os.kill(self.pid, signal.SIGTERM)
-            raise
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                pid = 0
+                if status:
+                    raise StagingError(f"staging in the background has failed{_last_words(local)}", path=local)
+                return look(local) or _describe_end(local)
+            if progress := look(local):
+                if progress.state == "running" and progress.landed_bytes > before:
+                    return progress
+                before = min(before, progress.landed_bytes)  # an earlier version's files are removed
+            time.sleep(_LOOK_S)
+    except BaseException:
+        if pid:
+            os.kill(pid, signal.SIGTERM)
+        raise
 
 
 def _splits(local: Path) -> list[Path]:
-    return [path.parent for path in local.glob(f"*/{ORIGIN}")]
+    return sorted(path.parent for path in local.glob(f"*/{ORIGIN}"))
 
 
 def _describe_end(local: Path) -> StageProgress:
-    """Describe what was staged to its end; also where somebody else had put it there."""
-    with suppress(StagingError):
-        return find_progress(local)
-    copies = [FolderContent.read(folder, folder, follows=True) for folder in (local, *subfolders(local))]
+    """Describe what was staged to its end where staging has left no note, since it was all there."""
+    copies = [FolderContent.read(folder, folder, follows=True) for folder in (local, *list_folders(local))]
     landed, whole = (sum(counts) for counts in zip(*map(_count, copies), strict=True))
     return StageProgress("whole", landed, landed, whole, None)
 
 
-def _count_landed(local: Path) -> int:
-    with suppress(StagingError):
-        return find_progress(local).landed_bytes
-    return 0
-
-
 def _last_words(local: Path) -> str:
-    with suppress(OSError):
+    with suppress(OSError):  # it has written none
         lines = read_note(local / LOG).decode(errors="replace").strip().splitlines()
         if lines:
             return f" ({local / LOG}: {lines[-1].removeprefix('error: ')})"

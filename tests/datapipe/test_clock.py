@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,23 +12,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from datapipe import clock, streams
+from datapipe import clock, watched
 from datapipe.clock import MOST_S, RunningClock
 from datapipe.errors import DatapipeError
-from datapipe.loaders import threads
 from tests.waiting import limit_s, wait_until
 
 ROOT = Path(__file__).parents[2]
 # Where `time.monotonic` is meant: it limits no wait for others, or only its own threads' end, or counts for people.
 BY_MONOTONIC = {
-    *("datapipe/clock.py", "datapipe/console.py", "datapipe/streams.py", "datapipe/loaders/threads.py"),
+    *("datapipe/clock.py", "datapipe/console.py", "datapipe/watched.py", "datapipe/loaders/threads.py"),
     *(
         "datapipe/packing/pace.py",
         "datapipe/packing/pipeline.py",
-        "datapipe/staging/source_files.py",
+        "datapipe/staging/transfer.py",
         "datapipe/staging/local_copy.py",
     ),
-    *("datapipe/dataset/partial_reader.py", "datapipe/dataset/local_first.py", "datapipe/dataset/shard_reader.py"),
+    *("datapipe/dataset/partial_reader.py", "datapipe/dataset/local_first.py", "datapipe/dataset/shard_files.py"),
     *(
         "trainer/ranks/stop.py",
         "trainer/run/loop.py",
@@ -60,10 +58,8 @@ def suspends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object] 
         running = RunningClock(lambda: 0.0)
         running._read = read
         monkeypatch.setattr(clock, "now", running.now)
-        monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=read))
-        monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=read))
-        monkeypatch.setattr(streams, "LOOK_S", 0.001)
-        monkeypatch.setattr(threads, "LOOK_S", 0.001)
+        monkeypatch.setattr(watched, "time", SimpleNamespace(monotonic=read))
+        monkeypatch.setattr(watched, "LOOK_S", 0.001)
 
     return suspends
 
@@ -100,36 +96,16 @@ def test_a_thread_looks_at_the_clock_while_nobody_asks() -> None:
     os.waitpid(child, 0)
 
 
-def test_what_comes_while_the_process_is_stopped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of the wait is over by other clocks, and no item was there."""
-    items: queue.SimpleQueue[str] = queue.SimpleQueue()
-    times = iter([0.0, 0.0, 1.0, 1.0])  # of a limit of 5 s
-
-    def look() -> float:
-        try:
-            return next(times)
-        except StopIteration:
-            if items.empty():
-                items.put("came")
-            return 2.0
-
-    monkeypatch.setattr(clock, "now", look)
-    assert clock.get(items, 5.0) == "came"
-    monkeypatch.setattr(clock, "now", iter([0.0, 0.0, 5.0]).__next__)
-    with pytest.raises(queue.Empty):
-        clock.get(items, 5.0)
-
-
 @pytest.mark.parametrize("comes", [True, False], ids=["comes", "hangs"])
 def test_a_read_is_not_late_for_the_hour_in_which_its_process_was_stopped(suspends: Callable, comes: bool) -> None:
     """And one that hangs is found in its time."""
     answered = threading.Event()
     suspends(answered.set if comes else None)
     if comes:
-        assert streams.in_time(lambda: answered.wait(limit_s()), Path("shard"), 100.0)
+        assert next(watched.work_on_files(lambda *_: answered.wait(limit_s()), ["shard"], Path, 100.0))
         return
     with pytest.raises(DatapipeError, match="has not been answered for 10"):
-        streams.in_time(lambda: answered.wait(limit_s()), Path("shard"), 100.0)
+        next(watched.work_on_files(lambda *_: answered.wait(limit_s()), ["shard"], Path, 100.0))
     answered.set()
 
 
@@ -143,10 +119,10 @@ def test_a_batch_is_not_late_for_the_hour_in_which_its_process_was_stopped(suspe
             raise TimeoutError(f"{waited_s:.0f}")
 
     if comes:
-        assert threads.wait_for(batch, 100.0, report) == "full"
+        assert watched.wait_for(batch, 100.0, report) == "full"
         return
     with pytest.raises(TimeoutError, match=r"^10\d$"):
-        threads.wait_for(batch, 100.0, report)
+        watched.wait_for(batch, 100.0, report)
 
 
 def test_who_waits_for_others_goes_by_this_clock() -> None:

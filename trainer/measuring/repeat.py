@@ -18,13 +18,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from datapipe import watched
 from datapipe.checks import check_name, checked_int
 from datapipe.cluster import num_nodes, placement, rank_placement
 from datapipe.dataset.manifest import SPLITS, Manifest
 from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder
 from datapipe.locks import locked
-from datapipe.streams import TIMEOUT_S, in_time
+from datapipe.watched import TIMEOUT_S
 
 from ..config.recipe import Recipe, load_recipe
 from ..reporting.runlog import NAME as METRICS
@@ -164,7 +165,7 @@ def _choose_seeds(plan: Repeats, recipe: Recipe, index: int | None) -> list[int]
 
 
 def _describe_data(data: Path) -> dict[str, Any]:
-    manifests = in_time(lambda: [Manifest.read(data / split) for split in SPLITS], data, TIMEOUT_S)
+    manifests = watched.call(lambda: [Manifest.read(data / split) for split in SPLITS], TIMEOUT_S, data)
     sums = [manifest.index_checksum for manifest in manifests]
     return {"num_classes": manifests[0].num_classes, "data_sets": sums}
 

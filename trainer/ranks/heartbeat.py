@@ -16,8 +16,9 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from datapipe import clock
+from datapipe import clock, watched
 from datapipe.console import printable
+from datapipe.errors import DatapipeError
 from datapipe.fsio import mounted_as
 from datapipe.jobgroup.group import Crew
 from datapipe.jobgroup.heart import BEAT_S
@@ -141,9 +142,8 @@ class Watch:
             with suppress(OSError), open(path, mode) as file:  # the run ends all the same
                 file.writelines(f"{host}\n" for host in hosts)
 
-        writer = threading.Thread(target=write, daemon=True)  # the filesystem may be what hangs
-        writer.start()
-        writer.join(_WRITE_S)
+        with suppress(DatapipeError):  # the filesystem may be what hangs
+            watched.call(write, _WRITE_S, path)
 
     def _describe(self) -> list[Any]:
         number, what, is_long, since = self._doing

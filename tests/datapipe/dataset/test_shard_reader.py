@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from datapipe.dataset import shard_reader
+from datapipe.dataset import shard_files, shard_reader
 from datapipe.errors import ShardReadError
 
 
@@ -97,7 +97,7 @@ def test_a_shard_that_is_missing_for_a_while(tmp_path, caplog):
 
 
 def test_a_pause_ends_when_the_reader_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 60.0)
+    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 60.0)
     reader, caught = shard_reader.ShardReader([tmp_path / "none"], retries=9), []
 
     def read():

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datapipe import native
-from datapipe.dataset import DataSet, shard_reader
+from datapipe import native, watched
+from datapipe.dataset import DataSet, shard_files, shard_reader
 from datapipe.errors import DecodeError, SettingError, ShardCorruptError, ShardReadError
-from datapipe.loaders import indexed, open_loader, painter, threads
+from datapipe.loaders import indexed, open_loader, painter
 from datapipe.packing import PackOptions, pack
 from tests.waiting import limit_s, read_until
 
@@ -120,7 +120,7 @@ def slow(mounted, packed_folders):
 @pytest.mark.parametrize("error", ["EIO", "ESTALE"])
 @pytest.mark.parametrize("order", ["full", "blocks"])
 def test_a_read_that_fails_is_tried_again_and_then_named(slow, error, order, caplog, monkeypatch):
-    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.01)
     shard, offset, size, _ = place(slow.backing / "data", 30)
     with open_loader(slow.path / "data", 10, size=24, order=order, retries=2) as loader:
         slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:{error}"])
@@ -136,7 +136,7 @@ def test_a_read_that_fails_is_tried_again_and_then_named(slow, error, order, cap
                                    "open:*/{shard}:1+:ESTALE", "open:*/{shard}:1+:EIO"])  # fmt: skip
 def test_a_fault_that_passes_is_not_an_error(slow, fault, caplog, monkeypatch):
     """As long as a file server's failover, by default; and whoever waits is told what for."""
-    monkeypatch.setattr(threads, "TELL_S", 0.5)
+    monkeypatch.setattr(watched, "WARN_S", 0.5)
     shard, offset, size, _ = place(slow.backing / "data", 30)
     pauses = []
 
@@ -147,7 +147,7 @@ def test_a_fault_that_passes_is_not_an_error(slow, fault, caplog, monkeypatch):
                 slow.calm()
         return True
 
-    monkeypatch.setattr(shard_reader.logger, "filters", [note])
+    monkeypatch.setattr(shard_files.logger, "filters", [note])
     with open_loader(slow.path / "data", 61, size=24) as loader:
         slow.set(faults=[fault.format(shard=shard, place=offset + size // 2)])
         ((batch),) = loader
@@ -198,7 +198,7 @@ def test_hints_do_no_harm(tmp_path):
 
 
 def test_a_shard_that_is_cut_short_in_mid_epoch_is_named(copied, monkeypatch):
-    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.001)
     with open_loader(copied, 4, size=24, train=False) as loader:
         batches = iter(loader)
         next(batches)
@@ -210,7 +210,7 @@ def test_a_shard_that_is_cut_short_in_mid_epoch_is_named(copied, monkeypatch):
 
 
 def test_a_shard_that_disappears_is_named(copied, monkeypatch):
-    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.001)
     with open_loader(copied, 4, size=24) as loader:
         for path in copied.glob("*.tar"):
             path.unlink()
@@ -219,7 +219,7 @@ def test_a_shard_that_disappears_is_named(copied, monkeypatch):
 
 
 def test_a_read_that_stalls_is_told_of(slow, caplog, monkeypatch):
-    monkeypatch.setattr(threads, "TELL_S", 0.3)
+    monkeypatch.setattr(watched, "WARN_S", 0.3)
     shard, offset, size, _ = place(slow.backing / "data", 30)
     with open_loader(slow.path / "data", 61, size=24) as loader:
         slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:stall=2"])
@@ -313,7 +313,7 @@ def test_bad_settings_are_named(packed_folders, settings):
 def test_shards_that_were_opened_anew_are_closed(tmp_path, monkeypatch):
     path = tmp_path / "shard"
     path.write_bytes(b"x" * 100)
-    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 0)
+    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0)
     reader, failing = shard_reader.ShardReader([path], retries=1), [True]
     read = os.pread
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from datapipe.dataset import DataSet
-from datapipe.loaders.threads import LOOK_S
+from datapipe.watched import LOOK_S
 from tests.processes import Process, ProcessServer, clean_environment
 from tests.waiting import limit_s, read_until, suspend, wait_until
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from datapipe import clock
+from datapipe import clock, watched
 from datapipe.errors import DatapipeError
 from datapipe.loaders import engine, open_loader, threads
 from tests.processes import clean_environment
@@ -234,7 +234,7 @@ def test_waiting_has_a_limit():
 
     ending = threading.Event()
     with pytest.raises(DatapipeError, match="over"):
-        threads.wait_for(pool.submit(ending.wait), 0.1, tell)
+        watched.wait_for(pool.submit(ending.wait), 0.1, tell)
     assert told[-1][1] and told[-1][0] >= 0.1
     ending.set()
     pool.close()

@@ -16,15 +16,14 @@ import pytest
 import typer
 
 from datapipe.cli import app
-from datapipe.cli.cache import list_copies
+from datapipe.cli.cache import describe_copies, list_copies, pin, unpin
 from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.errors import SettingError, StagingError
 from datapipe.fsio import boot_id
 from datapipe.loaders import open_loader
 from datapipe.locks import BusyError, find_holder, lock_holders, locked
 from datapipe.staging import StageOptions, stage, stage_once
-from datapipe.staging.cache import evict, remove
-from datapipe.staging.cleaning import clean, describe, pin, unpin
+from datapipe.staging.cache import clean, evict, remove
 from datapipe.staging.folder_content import FolderContent, find_copies
 from datapipe.staging.lease import keep_for_job, leases_in
 from datapipe.staging.progress import find_progress
@@ -97,7 +96,7 @@ def test_another_user_who_may_only_read_uses_a_copy(public, held):
     source, cache = public / "source" / "val", public / "cache"
     copy = stage_once(source, cache)
     child = held("keeps_a_loader_open", source, cache, name="as_nobody")
-    (row,) = describe(cache)
+    (row,) = describe_copies(cache)
     assert [(process["pid"], process["user"]) for process in row["in_use"]] == [(child.pid, "nobody")]
     assert run_out_of_room(cache) == [copy.name]
     child.kill()
@@ -244,7 +243,7 @@ def test_no_link_is_followed_to_a_note_or_from_one(tmp_path, start, begin):
     (local / ".keep-17.json").symlink_to(victim)
     (local / ".keep-18.json").symlink_to(tmp_path / "new")
     (local / ".pinned").symlink_to(tmp_path / "new")
-    (row,) = describe(tmp_path / "cache")
+    (row,) = describe_copies(tmp_path / "cache")
     assert row["kept"] == [] and row["pinned"]
     assert start(tmp_path / "source", local, env=in_job("17")).wait(limit_s()) == 0
     assert start(tmp_path / "source", local, env=in_job("18")).wait(limit_s()) == 0
@@ -254,7 +253,7 @@ def test_no_link_is_followed_to_a_note_or_from_one(tmp_path, start, begin):
     os.mkfifo(local / ".keep-19.json")
     os.mkfifo(local / ".origin.json.new")
     os.replace(local / ".origin.json.new", local / ".origin.json")
-    assert describe(tmp_path / "cache") == []
+    assert describe_copies(tmp_path / "cache") == []
 
 
 def test_a_folder_that_is_a_link_is_not_a_copy(tmp_path):
@@ -535,10 +534,10 @@ def test_who_only_looks_at_a_folder_does_not_stage_to_it(tmp_path):
     copy = stage_once(tmp_path / "source", tmp_path / "cache")
     with locked(copy, wait=False, shared=True):
         assert lock_holders(copy) == [] and lock_holders(copy, shared=True) == [os.getpid()]
-        assert find_holder(copy) == "" and describe(tmp_path / "cache")[0]["staging"] == []
+        assert find_holder(copy) == "" and describe_copies(tmp_path / "cache")[0]["staging"] == []
     with locked(copy, wait=False):
         assert f"process {os.getpid()} (" in find_holder(copy)
-        assert [its["pid"] for its in describe(tmp_path / "cache")[0]["staging"]] == [os.getpid()]
+        assert [its["pid"] for its in describe_copies(tmp_path / "cache")[0]["staging"]] == [os.getpid()]
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty folder", "a folder with others", "the source, empty"])

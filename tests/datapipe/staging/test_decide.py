@@ -12,19 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from datapipe.cli.cache import pin
 from datapipe.cluster import Placement
 from datapipe.dataset.manifest import MANIFEST
-from datapipe.errors import StagingError
+from datapipe.errors import ShardReadError, StagingError
 from datapipe.fsio import checksum, free_bytes
 from datapipe.locks import locked
+from datapipe.process_id import is_of_dead_process, make_own_name
 from datapipe.staging import StageOptions, stage, stage_once
-from datapipe.staging.cache import evict
-from datapipe.staging.cleaning import clean, pin
+from datapipe.staging.cache import clean, evict
 from datapipe.staging.decide import decide, decide_beside
 from datapipe.staging.folder_content import CHECKED, ORIGIN, FolderContent, find_copies
 from datapipe.staging.lease import Lease, keep_for_job
-from datapipe.staging.local_copy import LocalCopy, list_copies
-from datapipe.staging.partial_file import is_of_dead_process, make_own_name
+from datapipe.staging.local_copy import LocalCopy
+from datapipe.staging.options import Request
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 
 SHARD = "shard-000001.tar"
@@ -44,7 +45,7 @@ class Place:
 
     @property
     def wanted(self) -> LocalCopy:
-        (copy,) = list_copies(self.source, self.local)
+        (copy,) = Request.read(self.source, self.local, StageOptions()).copies
         return copy
 
     def repack(self) -> None:
@@ -113,7 +114,7 @@ class Place:
         (self.local / SHARD).mkdir()
 
     def slots(self) -> None:
-        self.wanted.write_origin((), True, capacity_bytes=1000)
+        self.wanted.write_origin(True, capacity_bytes=1000)
 
 
 KEEP, COMPLETE, ANOTHER = "Keep", "Complete", "holds another data set"
@@ -145,7 +146,7 @@ def test_what_is_decided(tmp_path, lies_there: Callable[[Place], None], default,
     place = Place(tmp_path)
     lies_there(place)
     wanted, content = place.wanted, place.wanted.read_folder()
-    good = wanted.find_present(10, False, False)
+    good = wanted.find_present(10, False)
 
     def decided(options: StageOptions, is_part: bool = False) -> str:
         decision = decide(content, wanted, options, None if is_part else good, is_part)
@@ -211,9 +212,9 @@ def test_what_other_copies_still_need_is_not_free(tmp_path, disk, monkeypatch):
     """Of 24 MiB, a process that is at work needs 15; it gets them, whoever begins meanwhile. Then nothing is left."""
     make_data_set(tmp_path / "first", [15 * CHUNK])
     make_data_set(tmp_path / "second", [10 * CHUNK], 1)
-    (first,) = list_copies(tmp_path / "first", disk / "first")
+    (first,) = Request.read(tmp_path / "first", disk / "first", StageOptions()).copies
     first.target.mkdir()
-    first.write_origin((), False)
+    first.write_origin(False)
     in_job = StageOptions(placement=Placement(job=JOB))
     with locked(first.target, wait=False):
         for options in (in_job, replace(in_job, evict=True)):
@@ -228,7 +229,7 @@ def test_a_failed_copy_is_not_kept_for_its_job(tmp_path):
     make_data_set(tmp_path / "source", [1000, 1000])
     (tmp_path / "source" / SHARD).unlink()
     for _ in range(2):
-        with pytest.raises(StagingError, match=SHARD):
+        with pytest.raises(ShardReadError, match=SHARD):
             stage(tmp_path / "source", tmp_path / "cache" / "local", replace(ANYTHING, retries=0))
         assert not [*(tmp_path / "cache" / "local").glob(".keep-*")] and len(find_copies(tmp_path / "cache")) == 1
 

@@ -17,7 +17,7 @@ import pytest
 from datapipe.dataset.verify import verify
 from datapipe.locks import locked
 from datapipe.staging import stage
-from datapipe.streams import LOOK_S
+from datapipe.watched import LOOK_S
 from tests.processes import Process
 from tests.waiting import limit_s, read_until, suspend, wait_until
 

@@ -112,7 +112,7 @@ class Nodes:
 @pytest.fixture
 def join(monkeypatch):
     """join(world, left) -> the connections between two nodes, of which process 0 and process 2 stage."""
-    monkeypatch.setattr(mpi, "LOOK_S", 0.01)
+    monkeypatch.setattr(mpi, "_LOOK_S", 0.01)
 
     def join(world: World, left: dict[int, str]) -> mpi.MpiGroup:
         monkeypatch.setattr(mpi, "load_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
@@ -149,7 +149,7 @@ def test_a_silent_node_ends_all(join, caplog):
 )
 def test_processes_that_mpi_does_not_know_are_refused(monkeypatch, known, problem):
     monkeypatch.setattr(mpi, "load_mpi", lambda: SimpleNamespace(COMM_WORLD=World(*known)))
-    refusal = mpi.find_problem(Placement(rank=1, world_size=2, launcher="torchrun"))
+    refusal = mpi.find_mpi_problem(Placement(rank=1, world_size=2, launcher="torchrun"))
     assert problem in str(refusal) if problem else refusal is None
 
 

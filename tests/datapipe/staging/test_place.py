@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +16,15 @@ from datapipe.dataset.manifest import MANIFEST, Manifest, find_data_sets
 from datapipe.errors import DatapipeError, SettingError, StagingError
 from datapipe.fsio import checksum
 from datapipe.locks import locked
+from datapipe.process_id import make_own_name
 from datapipe.staging import StageOptions, stage, stage_once
 from datapipe.staging.apply import sweep
-from datapipe.staging.cleaning import clean
+from datapipe.staging.cache import clean
 from datapipe.staging.decide import is_handmade
 from datapipe.staging.folder_content import ORIGIN, Origin
 from datapipe.staging.lease import hold_copy
 from datapipe.staging.local_copy import LocalCopy
-from datapipe.staging.partial_file import PartialFile, make_own_name
+from datapipe.staging.partial_file import PartialFile
 from datapipe.staging.progress import find_progress, wait_until_whole
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 from tests.waiting import limit_s
@@ -96,7 +97,7 @@ def test_nothing_is_removed_before_a_refusal(splits, tmp_path, monkeypatch, obst
     before = {path: path.read_bytes() for path in local.rglob("*") if path.is_file()}
     with ExitStack() as stack:
         if obstacle == "in use":
-            stack.enter_context(hold_copy(local / "val", 1))
+            stack.enter_context(closing(hold_copy(local / "val", 1)))
         elif obstacle == "pinned":
             (local / "val" / ".pinned").touch()
         elif obstacle == "room":
@@ -115,7 +116,7 @@ def test_a_lock_that_another_process_has_is_respected(splits, tmp_path):
     local = tmp_path / "local"
     stage(splits, local)
     make_data_set(tmp_path / "one", [3000], seed=7)
-    LocalCopy.of_content(tmp_path / "one", local, (tmp_path / "one" / MANIFEST).read_bytes()).write_origin((), False)
+    LocalCopy.of_content(tmp_path / "one", local, (tmp_path / "one" / MANIFEST).read_bytes()).write_origin(False)
     with locked(local, wait=False), pytest.raises(StagingError, match="is in the way, and in use"):
         stage(splits, local, REPLACE)
     assert (local / ORIGIN).exists()
@@ -289,7 +290,7 @@ def test_a_folder_is_handmade_if_files_are_there_and_no_note_of_staging(begun):
     assert not is_handmade(begun.read_folder(), begun)
     (begun.target / "shard-000001.tar").touch()
     assert is_handmade(begun.read_folder(), begun)
-    begun.write_origin((), False)
+    begun.write_origin(False)
     assert not is_handmade(begun.read_folder(), begun)
 
 
@@ -305,7 +306,8 @@ def test_temporary_files_that_nobody_continues_are_removed(begun, monkeypatch, i
     own = f".shard-000001.tar{dead}.landed", "notes.partial", "shard-000000.tar"
     for name in (*continued, *of_others, *finished, *own):
         (begun.target / name).touch()
-    sweep(begun, is_locked, {"shard-000000.tar"})
+    begun = replace(begun, is_locked=is_locked, present={"shard-000000.tar": [0, 0, 0]})
+    sweep(begun, begun.missing)
     kept = {*continued, *own[1:], *([] if is_locked else [*of_others, *finished])}
     assert {path.name for path in begun.target.iterdir()} == kept
 
@@ -394,11 +396,11 @@ def test_a_source_that_hangs_is_asked_once(tmp_path, monkeypatch):
         stage(tmp_path / "source" / str(number), tmp_path / "cache" / str(number))
     asked = []
 
-    def hang(function, path, limit_s):
+    def hang(function, limit_s, path):
         asked.append(path)
         raise StagingError("a read has not been answered", path=path)
 
-    monkeypatch.setattr("datapipe.staging.cleaning.in_time", hang)
+    monkeypatch.setattr("datapipe.watched.call", hang)
     assert not clean(tmp_path / "cache").removed
     assert len(asked) == 1
 

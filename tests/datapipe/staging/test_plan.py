@@ -1,5 +1,7 @@
 """The pure functions of staging: every byte is copied once, and every chunk that somebody lacks is read by one node."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,27 +9,27 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from datapipe.staging.exchange import LEAST_BYTES, ROUND_BYTES, chunk_bytes_for
-from datapipe.staging.plan import cut, extents, share_reads, stagger
+from datapipe.staging.plan import cut_files, share_reads, stagger
 
 SIZES = st.lists(st.one_of(st.integers(0, 30), st.integers(0, 500)), max_size=30)
 
 
 @given(SIZES, st.integers(1, 100))
 def test_chunks_are_all_bytes_once(sizes, chunk_bytes):
-    chunks = cut(sizes, chunk_bytes)
+    chunks = cut_files(sizes, chunk_bytes)
     assert all(0 <= sum(extent.size for extent in chunk) <= chunk_bytes for chunk in chunks)
     ends = dict.fromkeys(range(len(sizes)), 0)
-    for extent in extents(chunks):
+    for extent in chain.from_iterable(chunks):
         assert extent.offset == ends[extent.file] and extent.offset % chunk_bytes == 0
         ends[extent.file] += extent.size
-    assert [*ends.values()] == sizes and {extent.file for extent in extents(chunks)} == ends.keys()
+    assert [*ends.values()] == sizes and {extent.file for extent in chain.from_iterable(chunks)} == ends.keys()
     whole = [file for chunk in chunks if len(chunk) > 1 for file in (extent.file for extent in chunk)]
     assert all(sizes[file] <= chunk_bytes for file in whole)
 
 
 @given(SIZES, st.integers(1, 100), st.integers(1, 5), st.integers(1, 4))
 def test_each_node_copies_all_in_an_order_of_its_own(sizes, chunk_bytes, num_nodes, width):
-    chunks = cut(sizes, chunk_bytes)
+    chunks = cut_files(sizes, chunk_bytes)
     orders = [stagger(chunks, node, num_nodes, width) for node in range(num_nodes)]
     assert all(sorted(order) == sorted(chunks) for order in orders)
     firsts = {order[0] for order in orders if order}
@@ -36,7 +38,7 @@ def test_each_node_copies_all_in_an_order_of_its_own(sizes, chunk_bytes, num_nod
 
 
 def test_several_files_at_a_time():
-    order = stagger(cut([30, 30, 30, 10], 10), 0, 1, 2)
+    order = stagger(cut_files([30, 30, 30, 10], 10), 0, 1, 2)
     assert [chunk[0].file for chunk in order] == [0, 1, 0, 1, 0, 1, 2, 3, 2, 2]
 
 

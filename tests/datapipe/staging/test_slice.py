@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from datapipe.cli.cache import describe_copies
 from datapipe.cluster import Placement
 from datapipe.dataset import block_slots
 from datapipe.dataset.block_slots import BlockSlots, make_slots
@@ -22,10 +23,9 @@ from datapipe.errors import SettingError, StagingError
 from datapipe.loaders import open_loader
 from datapipe.locks import BusyError
 from datapipe.staging import StageOptions, stage
-from datapipe.staging.cleaning import describe
+from datapipe.staging.copy import _plan_slots
 from datapipe.staging.local_copy import LocalCopy
 from datapipe.staging.progress import find_progress
-from datapipe.staging.slice import _plan_room
 from tests.datapipe.staging.data_sets import NUM_IMAGES, let_others_in, make_data_set, needs_root
 from tests.waiting import limit_s, read_until
 
@@ -123,9 +123,9 @@ def test_the_same_command_again_changes_nothing(source, sliced):
 def test_there_are_no_more_slots_than_blocks(source, tmp_path):
     train = source / "train"
     copy = LocalCopy.of_content(train, tmp_path / "local", (train / "manifest.json").read_bytes())
-    room = _plan_room(copy, 1 << 40, StageOptions(chunk_mib=1))
-    assert room.num_slots == room.num_blocks == 24
-    assert _plan_room(copy, 7 * room.slot_bytes + 1, StageOptions(chunk_mib=1)).num_slots == 7
+    num_blocks, num_slots, slot_bytes = _plan_slots(copy, 1 << 40, MIB)
+    assert num_slots == num_blocks == 24
+    assert _plan_slots(copy, 7 * slot_bytes + 1, MIB)[1] == 7
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_slots_that_a_loader_has_open_stay(source, sliced, begin):
                 stage(source / "train", sliced / "train", options)
             assert not isinstance(caught.value, BusyError)  # in an exchange, all nodes are told
             assert (sliced / "train" / ".slots").stat().st_ino == before
-        (row,) = [row for row in describe(sliced) if row["folder"].endswith("train")]
+        (row,) = [row for row in describe_copies(sliced) if row["folder"].endswith("train")]
         assert [process["pid"] for process in row["in_use"]] == [child.pid] and not row["unfinished"]
         child.communicate("")
     stage(source / "train", sliced / "train", replace(SLICE, capacity_bytes=8 * MIB))
@@ -330,7 +330,7 @@ def test_slots_that_are_not_ready_are_not_used_and_are_made_again(source, sliced
     with pytest.raises(StagingError, match="its room for a part is not ready"):
         batches(source, sliced, epochs=1)
     assert not (folder / "manifest.json").exists()
-    assert [row["unfinished"] for row in describe(sliced) if row["folder"].endswith("train")] == [True]
+    assert [row["unfinished"] for row in describe_copies(sliced) if row["folder"].endswith("train")] == [True]
     stage(source, sliced, SLICE)
     assert batches(source, sliced, epochs=1) == batches(source, None, epochs=1)
 
@@ -341,7 +341,7 @@ def test_the_folder_says_what_it_is_before_slots_are_made(source, tmp_path, monk
         assert not origin["is_complete"] and origin["capacity_bytes"]
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("datapipe.staging.slice.make_slots", no_space)
+    monkeypatch.setattr("datapipe.staging.copy.make_slots", no_space)
     with pytest.raises(StagingError, match="No space left"):
         stage(source / "train", tmp_path / "local", SLICE)
 

@@ -122,7 +122,7 @@ def test_stage_refuses_what_would_lose_something(packed_folders, tmp_path):
 
 
 def test_stage_needs_space(packed_folders, tmp_path, monkeypatch):
-    monkeypatch.setattr("datapipe.staging.cache.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("datapipe.staging.check.free_bytes", lambda _: 1000)
     with pytest.raises(StagingError, match=r"needs .* bytes, 1,000 are free"):
         stage(packed_folders["tar"], tmp_path / "local")
 
@@ -341,8 +341,8 @@ def test_who_only_looks_at_a_folder_keeps_nobody_out(tmp_path, monkeypatch):
 def test_memory_is_no_disk_where_there_is_too_little_of_it(tmp_path, monkeypatch):
     make_data_set(tmp_path / "source", [3 * CHUNK])
     for kind, available in (("tmpfs", 4 * CHUNK), ("ext4", CHUNK), ("tmpfs", CHUNK)):
-        monkeypatch.setattr("datapipe.staging.cache.mounted_as", lambda _, kind=kind: kind)
-        monkeypatch.setattr("datapipe.staging.cache.available_bytes", lambda available=available: available)
+        monkeypatch.setattr("datapipe.staging.check.mounted_as", lambda _, kind=kind: kind)
+        monkeypatch.setattr("datapipe.staging.check.available_bytes", lambda available=available: available)
         if kind == "ext4" or available > CHUNK:
             stage(tmp_path / "source", tmp_path / "local")
             shutil.rmtree(tmp_path / "local")

@@ -124,10 +124,10 @@ def test_a_fault_that_passes_is_healed(mounted, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("fault", "error", "words"),
     [
-        ("read:*/shard-000001.tar:1+:EIO", DatapipeError, r"shard-000001\.tar: Input/output error \(errno 5"),
-        ("open:*/shard-000001.tar:1+:ESTALE", DatapipeError, r"shard-000001\.tar: Stale file handle \(errno 116"),
-        ("open:*/shard-000001.tar:1+:EACCES", DatapipeError, r"shard-000001\.tar: Permission denied"),
-        ("*:*/shard-000001.tar:1+:truncate=3000000", ShardCorruptError, r"shard-000001\.tar: is cut short"),
+        ("read:*/shard-000001.tar:1+:EIO", DatapipeError, r"shard-000001\.tar: .*: Input/output error \(errno 5\)"),
+        ("open:*/shard-000001.tar:1+:ESTALE", DatapipeError, r"shard-000001\.tar: .*: Stale file handle \(errno 116\)"),
+        ("open:*/shard-000001.tar:1+:EACCES", DatapipeError, r"shard-000001\.tar: .*: Permission denied"),
+        ("*:*/shard-000001.tar:1+:truncate=3000000", ShardCorruptError, r"shard-000001\.tar: truncated"),
         ("read:*/shard-000001.tar:1+:stall=8", DatapipeError, r"shard-000001\.tar: a read or write has not been"),
     ],
 )

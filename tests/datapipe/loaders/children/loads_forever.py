@@ -4,13 +4,14 @@ import importlib
 import json
 import sys
 
+from datapipe import watched
 from datapipe.console import run
-from datapipe.loaders import open_loader, threads
+from datapipe.loaders import open_loader
 
 settings = {"batch_size": 8, "size": 24, "threads": 2} | json.loads(sys.argv[2])
 if settings.get("backend") == "webdataset":
     importlib.import_module("webdataset")  # before its seconds count
-threads.TELL_S = 0.5
+watched.WARN_S = 0.5
 
 
 def load() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from datapipe import clock, streams
+from datapipe import clock, watched
 from tests.waiting import limit_s
 
 
@@ -29,7 +29,7 @@ def test_a_thread_that_has_no_file_left_is_not_one_that_hangs(monkeypatch: pytes
             has_moved.set()
         return name
 
-    results = streams.work_on_files(work, ["short", "long"], Path, limit_s=100.0, count=2)
+    results = watched.work_on_files(work, ["short", "long"], Path, limit_s=100.0, count=2)
     assert next(results) == "short"
     workers[0].join(limit_s())
     now[0] = 1000.0
