@@ -264,7 +264,7 @@ def crop(native: str, folder: Path) -> Work:
     """Prepare to crop and scale a batch, with the decoder in C that DATAPIPE_NATIVE names."""
     os.environ[VARIABLE] = native
     data, numbers = make_jpegs(folder), np.arange(NUM_JPEGS)
-    headers = [jpeg.read_header(image) for image in data]
+    headers = [jpeg.read_markers(image) for image in data]
     widths, heights = (np.array([getattr(header, side) for header in headers]) for side in ("width", "height"))
     jobs = np.zeros(NUM_JPEGS, JOB)
     boxes, flips = train_crops(Augment("random_resized"), widths, heights, CROP, 0, 0, numbers, numbers)
@@ -309,7 +309,7 @@ CASES: dict[str, dict[str, Prepare]] = {
         "Pillow": doing(recode_by_pillow, make_jpegs),
     },
     "jpeg header": {
-        OURS: doing(jpeg.read_header, make_many_jpegs),
+        OURS: doing(jpeg.read_markers, make_many_jpegs),
         "Pillow": doing(read_size_by_pillow, make_many_jpegs),
     },
     "jpeg check": {

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 LOCKS = Path("/proc/locks")
 UNSEEN = "a process that cannot be seen from here"  # in another container, or on another host
-LOOK_S = 0.5  # between looks at a lock that another process holds
+_LOOK_S = 0.5  # between looks at a lock that another process holds
 _SAY_S = 10.0  # how often to say who holds it
 _MOMENT_S = 1.0  # a process that only looks at a file has let go of its lock by then
 _warned: set[Path] = set()  # what cannot be locked, for which a warning has been logged
@@ -178,13 +178,13 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
             except FileNotFoundError:  # removed at this moment
                 if clock.now() > deadline:
                     raise
-                time.sleep(LOOK_S)
+                time.sleep(_LOOK_S)
                 continue
             except BlockingIOError:
                 holder = "another process"
                 with suppress(FileNotFoundError):
                     holder = lock_holder(folder) or holder
-            if not waits and clock.now() < begun + LOOK_S / 2:  # of who only looks
+            if not waits and clock.now() < begun + _LOOK_S / 2:  # of who only looks
                 time.sleep(_MOMENT_S / 20)
                 continue
             if not waits:
@@ -198,7 +198,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
             if now - said > _SAY_S:
                 said = now
                 logger.info("%s: waiting for %s, which holds its lock", folder, holder)
-            time.sleep(LOOK_S)
+            time.sleep(_LOOK_S)
         check_folder(folder)  # in a folder such as /tmp, another user may have made it first
         yield is_locked
 

@@ -24,7 +24,7 @@ _WORDS = {
     TEST: ("test", "testing", "tst", "holdout"),
 }
 SPLIT_OF = {word: split for split, words in _WORDS.items() for word in words}
-KINDS = "sets?|splits?|data|images?|imgs?|pictures|photos|jpe?g|png|shards?|folder"  # what a split may be a split of
+SPLIT_NOUNS = "sets?|splits?|data|images?|imgs?|pictures|photos|jpe?g|png|shards?|folder"  # of which there are splits
 _OF_FILES = (  # folders named after what lies in them, or after how that came about
     "images?|imgs?|pictures|photos|jpe?gs?|pngs?|shards?|tars?|labels?|data(sets?)?|files?|class(es)?|raw|originals?|packed"
     "|(un)?zipped|unpacked|extracted|download(s|ed)?|(pre)?processed|resized|sorted|clean(ed)?|all|archives?|new|v?[0-9]+"
@@ -35,7 +35,7 @@ HASH = re.compile(r"\b(?=[a-f]*[0-9])[0-9a-f]{6,}\b")  # in names of files that 
 FOLD = re.compile(
     "(?i)(?:(?<!mani)(?<!scaf)folds?[-_ ]?|(?<![a-z])cv[-_ ]?|(?=[0-9]+(?:st|nd|rd|th)[-_ ]?fold))([0-9]+)"
 )
-WORD = re.compile(rf"({'|'.join(sorted(SPLIT_OF, key=len, reverse=True))})({KINDS})?")
+WORD = re.compile(rf"({'|'.join(sorted(SPLIT_OF, key=len, reverse=True))})({SPLIT_NOUNS})?")
 GLUED = re.compile("(?i)(?<![a-z])train[a-z]|[a-z]train(?![a-z])")  # as in imagenettrain.tar, beside another name
 PART = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a name in camel case
 # What is written as one word, or as several.
@@ -72,7 +72,7 @@ def splits_of(text: str) -> set[str]:
 
 def is_split_name(name: str) -> bool:
     """Whether a name says nothing but a split: `val`, `Train2017`, `test_images`; not `bullet_train`."""
-    others = [word for word in _words(name) if not WORD.fullmatch(word) and not re.fullmatch(KINDS, word)]
+    others = [word for word in _words(name) if not WORD.fullmatch(word) and not re.fullmatch(SPLIT_NOUNS, word)]
     return bool(split_words(name)) and not others
 
 

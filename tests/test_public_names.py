@@ -8,12 +8,14 @@ import inspect
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 import datapipe
 
+ROOT = Path(__file__).parents[1]
 PUBLIC = (
     "datapipe",
     "datapipe.dataset",
@@ -36,7 +38,7 @@ def test_each_public_name_exists_and_is_described(module, name):
 
 
 def test_the_reference_has_each_public_name():
-    page = (Path(__file__).parents[1] / "docs" / "reference" / "api.md").read_text()
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
     directive = r"^\.\. (?:auto)?(module|function|class|data):: ([\w.]+)(?:\(.*)?$"
     described = []
     for kind, place in re.findall(directive, page, re.MULTILINE):
@@ -88,3 +90,36 @@ def test_nothing_is_loaded_too_early(statement, unloaded):
     program = f"import sys\n{statement}\nprint(sorted(set({unloaded.split()}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# What modules side by side all have, because each is one kind of the same thing.
+CONTRACTS = {
+    "datapipe/formats": {"SUFFIX", "OVERHEAD_BYTES", "Writer", "read"},
+    "datapipe/sources": {"detect", "load"},
+    "datapipe/loaders": {"make_loader"},
+    "trainer/optim": {"Settings", "build"},
+}
+
+
+def _names_at_top(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+@pytest.mark.parametrize("package", ["datapipe", "trainer"])
+def test_a_name_stands_in_one_module(package):
+    """A constant in one module of its room; a function or a class in one of the package, commands of cli excepted."""
+    in_rooms, in_package = defaultdict(list), defaultdict(list)
+    for path in sorted((ROOT / package).rglob("*.py")):
+        room = str(path.parent.relative_to(ROOT))
+        for name in {*_names_at_top(path)} - CONTRACTS.get(room, set()) - {"logger"}:
+            if not name.startswith("_"):
+                in_rooms[room, name].append(path.name)
+                if not name.isupper() and path.parent.name != "cli":
+                    in_package[name].append(str(path.relative_to(ROOT)))
+    assert {key: files for key, files in in_rooms.items() if len(files) > 1} == {}
+    assert {name: files for name, files in in_package.items() if len(files) > 1} == {}

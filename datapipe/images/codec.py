@@ -36,7 +36,7 @@ def read_header(data: Buffer) -> ImageHeader:
     Of a compressed PNM only the head is unpacked: whether the rest is whole, `decode` finds out.
     """
     if jpeg.is_jpeg(data):
-        frame = jpeg.read_header(data)
+        frame = jpeg.read_markers(data)
         channels = 1 if frame.components == 1 else 3
         header = ImageHeader("jpeg", frame.width, frame.height, channels, frame.restart_interval)
     elif data[:8] == PNG_SIGNATURE:
@@ -93,11 +93,11 @@ def decode(data: Buffer, channels: int, *, smallest: tuple[int, int] = (0, 0), s
             return decode_jpeg(data, channels, smallest=smallest)
         except ValueError as error:
             if strict:
-                if jpeg.read_header(data).components != 4:
+                if jpeg.read_markers(data).components != 4:
                     raise UndecodableError("cannot be decoded", error) from error
                 _check_cmyk(data)
     elif pnm.encoding_of(data):
-        return _in_channels(pnm.decode(data, 3 * MAX_PIXELS), channels)
+        return _in_channels(pnm.parse(data, 3 * MAX_PIXELS), channels)
     elif (plain := _decode_plain_png(data, channels)) is not None:
         return plain
     return _decode_pillow(data, channels)

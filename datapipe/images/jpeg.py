@@ -58,7 +58,7 @@ def is_jpeg(data: Buffer) -> bool:
     return data[:3] == b"\xff\xd8\xff"
 
 
-def read_header(data: Buffer) -> JpegHeader:
+def read_markers(data: Buffer) -> JpegHeader:
     """Read the markers up to the first scan. Raises ValueError unless the bytes are a whole JPEG that can be decoded.
 
     Whole means: a frame header, a scan, and an end of image after it. The entropy-coded data in between

@@ -47,7 +47,7 @@ def read_size(data: Buffer, max_bytes: int) -> tuple[int, int, int]:
     return width, height, channels
 
 
-def decode(data: Buffer, max_bytes: int) -> np.ndarray:
+def parse(data: Buffer, max_bytes: int) -> np.ndarray:
     """Decode an image: uint8[height, width, channels], read-only. Raises ValueError, MissingBackendError.
 
     This never unpacks more than `max_bytes`, nor more than the image's head announces.

@@ -252,7 +252,7 @@ class _Image:
 
     def __init__(self, data: Buffer, header: ImageHeader) -> None:
         self.data, self.header = data, header
-        self.jpeg = jpeg.read_header(data) if header.encoding == "jpeg" else None
+        self.jpeg = jpeg.read_markers(data) if header.encoding == "jpeg" else None
         self.turn = jpeg.orientation(data, self.jpeg) if self.jpeg else 1
         self.size = (header.height, header.width) if self.turn >= 5 else (header.width, header.height)
         self.unusual = tuple(name for name, is_so in self._signs() if is_so)

@@ -242,5 +242,5 @@ def need_lossless() -> Restart:
 
 def _same(plain: bytes, marked: bytes) -> bool:
     """Return whether `marked` is `plain` with a restart marker after each MCU, and the same pixels."""
-    marks = jpeg.read_header(marked).restart_interval == 1 and b"\xff\xd0" in marked
+    marks = jpeg.read_markers(marked).restart_interval == 1 and b"\xff\xd0" in marked
     return marks and np.array_equal(decode(plain, 3), decode(marked, 3))

@@ -77,7 +77,7 @@ def cut(data: Buffer, box: Box, size: tuple[int, int] | None = None) -> Window:
     Raises:
         ValueError: The header is damaged, or gives another size.
     """
-    header = jpeg.read_header(data)
+    header = jpeg.read_markers(data)
     if size is not None:
         check_size(header.width, header.height, size)
     if header.width * header.height > MAX_PIXELS:

@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ..console import format_some
-from ..split_names import KINDS, is_split_name, named_options
+from ..split_names import SPLIT_NOUNS, is_split_name, named_options
 
 # Folders of images, whatever they show, and of what lies beside them: no classes.
 OF_IMAGES = {"images", "image", "imgs", "img", "jpg", "jpeg", "jpegs", "png", "pngs", "jpegimages"}
 # What the parts of one set of images are called, before their number or letter.
-_PARTS = re.compile(f"{KINDS}|parts?|batch(es)?|chunks?|folds?|cv|subsets?|archives?|zips?|vol(ume)?s?|dirs?")
+_PARTS = re.compile(f"{SPLIT_NOUNS}|parts?|batch(es)?|chunks?|folds?|cv|subsets?|archives?|zips?|vol(ume)?s?|dirs?")
 _WNID = re.compile(r"n[0-9]{8}")  # a class of ImageNet's
 _NUMBER = re.compile("[0-9]+")
 _NUMBER_OR_LETTER = re.compile("[0-9]+|(?<=[-_ ])[a-z]$")

@@ -140,7 +140,7 @@ def test_a_spoiled_jpeg_never_breaks_out(photo, encoded, draws):
     spoiled = spoiled[: draws.draw(st.integers(1, len(whole)))] + draws.draw(st.sampled_from([b"", b"\xff\xd9"]))
     with contextlib.suppress(ValueError):
         read_header(spoiled)
-        found = jpeg.read_header(spoiled)
+        found = jpeg.read_markers(spoiled)
         assert 1 <= jpeg.orientation(spoiled, found) <= 8
         assert min(found.mcu_size()) >= 8
         if found.width * found.height < 1 << 20:
@@ -183,7 +183,7 @@ def test_what_follows_the_end_of_a_jpeg_does_not_matter(photo, encoded):
     ],
 )
 def test_the_size_of_an_mcu(photo, encoded, options, grey, size):
-    found = jpeg.read_header(encoded(photo(50, 50, 1, grey), **options))
+    found = jpeg.read_markers(encoded(photo(50, 50, 1, grey), **options))
     assert found.mcu_size() == size and found.interleaved
     assert (found.frame in jpeg.PROGRESSIVE) is False
 
@@ -191,13 +191,13 @@ def test_the_size_of_an_mcu(photo, encoded, options, grey, size):
 def test_the_mcu_of_a_single_component_is_a_block_whatever_its_factors(photo, encoded):
     data = bytearray(encoded(photo(50, 50, 1, True)))
     data[data.index(b"\xff\xc0") + 11] = 0x22
-    assert jpeg.read_header(data).mcu_size() == (8, 8)
+    assert jpeg.read_markers(data).mcu_size() == (8, 8)
 
 
 def test_cmyk_and_progressive_are_in_the_header(photo):
     buffer = io.BytesIO()
     Image.fromarray(photo(40, 30, 2)).convert("CMYK").save(buffer, "JPEG", progressive=True)
-    found = jpeg.read_header(buffer.getvalue())
+    found = jpeg.read_markers(buffer.getvalue())
     assert found.components == 4 and found.frame in jpeg.PROGRESSIVE
 
 
@@ -208,8 +208,8 @@ def test_the_orientation(photo, encoded, order, value):
     exif.endian = order
     exif[0x010E], exif[0x0112] = "x", value
     data = encoded(photo(40, 30, 1), exif=exif.tobytes())
-    assert jpeg.orientation(data, jpeg.read_header(data)) == (value if 1 <= value <= 8 else 1)
-    assert jpeg.orientation(encoded(photo(40, 30, 1)), jpeg.read_header(encoded(photo(40, 30, 1)))) == 1
+    assert jpeg.orientation(data, jpeg.read_markers(data)) == (value if 1 <= value <= 8 else 1)
+    assert jpeg.orientation(encoded(photo(40, 30, 1)), jpeg.read_markers(encoded(photo(40, 30, 1)))) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,15 @@
 import pytest
 
 from datapipe.images.codec import decode
-from datapipe.images.jpeg import read_header
+from datapipe.images.jpeg import read_markers
 
 
 def test_the_end_of_a_thumbnail_is_not_the_end_of_the_image(photo, encoded):
     whole, thumbnail = encoded(photo(64, 48, 4)), encoded(photo(16, 16, 5))
     data = whole[:2] + b"\xff\xe1" + (2 + len(thumbnail)).to_bytes(2, "big") + thumbnail + whole[2:]
-    assert read_header(data)[:2] == (64, 48)
+    assert read_markers(data)[:2] == (64, 48)
     with pytest.raises(ValueError, match="no end of image"):
-        read_header(data[:-2])
+        read_markers(data[:-2])
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,9 @@ def test_kinds_that_no_decoder_reads_are_refused(photo, encoded, frame, bits, re
     at = data.index(b"\xff\xc0")
     data[at + 1], data[at + 4] = frame, bits
     if reason is None:
-        assert read_header(data)[:2] == (64, 48)
+        assert read_markers(data)[:2] == (64, 48)
         return
     with pytest.raises(ValueError, match=reason):
-        read_header(data)
+        read_markers(data)
     with pytest.raises(ValueError, match="cannot be decoded"):
         decode(data, 3)

@@ -65,7 +65,7 @@ def psnr(one, other):
 
 
 def interval_of(data, wanted):
-    found = jpeg.read_header(data)
+    found = jpeg.read_markers(data)
     return jpeg.restart_interval(-(-found.width // found.mcu_size()[0]), wanted)
 
 
@@ -174,7 +174,7 @@ def test_restart_markers_change_no_pixel(restart, photo, encoded, kind, size, gr
     stored, header, unusual = recoder(memoryview(data))
     assert header == read_header(stored) and header[:4] == read_header(data)[:4]
     assert header.restart_interval == interval_of(data, 4)
-    found = jpeg.read_header(stored)
+    found = jpeg.read_markers(stored)
     assert found.frame == 0xC0 and found.interleaved and not found.exif
     assert unusual == (("progressive",) if kind == "progressive" else ())
     np.testing.assert_array_equal(pixels_of(stored), pixels_of(data))
@@ -200,7 +200,7 @@ def test_a_scan_for_each_component_becomes_one(restart, photo, encoded, tmp_path
     multi = script.count(";") > 1
     assert unusual == (("multi-scan",) if multi else ())
     assert (stored == data) is not multi
-    assert jpeg.read_header(stored).interleaved
+    assert jpeg.read_markers(stored).interleaved
     np.testing.assert_array_equal(pixels_of(stored), pixels_of(data))
 
 
@@ -214,7 +214,7 @@ def test_a_turned_image_comes_out_upright(restart, photo, encoded, orientation, 
     stored, header, unusual = Recoder(RecodeOptions(restart=4, quality=None))(data)
     wanted = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
     assert unusual == ("rotated",) and (header.height, header.width) == wanted.shape[:2]
-    found = jpeg.read_header(stored)
+    found = jpeg.read_markers(stored)
     assert not found.exif and found.restart_interval == interval_of(stored, 4)
     whole_blocks = size == (96, 64)
     # Without a loss up to the inverse transform's rounding, which is not symmetric; else coded again at quality 90.
@@ -337,7 +337,7 @@ def test_resized_images_are_at_least_as_good_as_pillows(library, photo, encoded,
     stored, header, unusual = Recoder(RecodeOptions(resize="short=256", restart=8))(memoryview(data))
     width, height = RecodeOptions(resize="short=256").target(*size)
     assert header == ("jpeg", width, height, 1 if grey else 3, interval_of(stored, 8)) and unusual == ()
-    found = jpeg.read_header(stored)
+    found = jpeg.read_markers(stored)
     assert found.frame == 0xC0 and found.mcu_size() == ((8, 8) if grey else (16, 16))
     wanted = lanczos_in_float64(pixels_of(data), width, height)
     buffer = io.BytesIO()
@@ -408,7 +408,7 @@ def test_unusual_images_become_usual_and_are_counted(library, photo, encoded, op
         stored, header, unusual = Recoder(RecodeOptions(**options))(memoryview(data))
         assert unusual == said and header == read_header(stored)
         if header.encoding == "jpeg":
-            found = jpeg.read_header(stored)
+            found = jpeg.read_markers(stored)
             assert (found.frame, found.components, found.exif) == (0xC0, header.channels, 0)
         if "resize" in options:
             wanted = lanczos_in_float64(wanted, 40, 30)

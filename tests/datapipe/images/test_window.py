@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from datapipe.images import turbojpeg, window
-from datapipe.images.jpeg import piece_ends, read_header, restart_interval
+from datapipe.images.jpeg import piece_ends, read_markers, restart_interval
 from datapipe.images.window import cut, decode_window
 
 END = b"\xff\xd9"
@@ -39,7 +39,7 @@ def interval_for(width, subsampling, wanted):
 
 def noted(data):
     """Return a file as earlier versions packed it, with the pieces' lengths in a segment that is not read any more."""
-    at, note = read_header(data).frame_at, b"Pieces\0" + bytes(range(192))
+    at, note = read_markers(data).frame_at, b"Pieces\0" + bytes(range(192))
     return data[:at] + b"\xff\xe7" + (2 + len(note)).to_bytes(2, "big") + note + data[at:]
 
 
@@ -82,7 +82,7 @@ def test_only_the_pieces_that_are_needed_are_kept(subsampling):
             box = left, top, min(9, width - left), min(9, height - top)
             found = cut(data, box)
             assert len(found.data) < len(data) / 2 and not found.ends_late
-            header = read_header(bytes(found.data))
+            header = read_markers(bytes(found.data))
             assert (header.width, header.height) == (found.width, found.height) and found.width < width
             with Image.open(io.BytesIO(found.data)) as image:  # another decoder takes it without a complaint
                 assert np.asarray(image).shape[:2] == (found.height, found.width)
@@ -95,7 +95,7 @@ def test_only_the_pieces_that_are_needed_are_kept(subsampling):
 @pytest.mark.parametrize("interval", [1, 2, 5])
 def test_pieces_end_at_their_markers(subsampling, interval):
     data, _ = picture(150, 90, subsampling, interval)
-    header = read_header(data)
+    header = read_markers(data)
     columns, rows = (-(-side // unit) for side, unit in zip((150, 90), header.mcu_size(), strict=True))
     count = -(-columns * rows // interval)
     found = piece_ends(data, header, count)
@@ -196,7 +196,7 @@ def fuzz(count, seed):
     for number in range(count):
         data, _ = picture(*kinds[number % len(kinds)])
         data = bytearray(noted(data) if number // len(kinds) % 2 else data)
-        scan = read_header(bytes(data)).scan_at
+        scan = read_markers(bytes(data)).scan_at
         way = random.integers(5)
         for _ in range(random.integers(1, 6)):
             where = int(random.integers(2, scan if way < 3 else len(data)))

@@ -25,7 +25,7 @@ def is_whole(data: bytes) -> bool:
 
 def damaged(data: bytes, changes) -> bytes:
     """Change bytes behind the header, or insert some."""
-    first = jpeg.read_header(data).scan_at
+    first = jpeg.read_markers(data).scan_at
     bytes_ = bytearray(data)
     for place, byte, inserts in changes:
         at = first + int(place * (len(bytes_) - first))

@@ -79,7 +79,7 @@ def synthetic(draw):
     width, height = draw(st.integers(1, 200)), draw(st.integers(1, 200))
     case = Case(width, height, draw(st.sampled_from(SUBSAMPLINGS)), 50, 0, 0, False, (0, 0, 1, 1), 1, False, 3)
     whole = encoded(case)
-    header = jpeg.read_header(whole)
+    header = jpeg.read_markers(whole)
     mcu_width, mcu_height = header.mcu_size()
     columns, rows = -(-width // mcu_width), -(-height // mcu_height)
     interval = draw(st.sampled_from([n for n in range(1, columns + 1) if columns % n == 0 or n == 5]))
@@ -177,7 +177,7 @@ def test_boxes_that_are_far_away_or_large(library, box):
 def test_more_pixels_than_any_decoder_takes(library):
     """65,500 pixels square: the header is all that is needed to refuse it."""
     data = encoded(CASE)
-    at = jpeg.read_header(data).frame_at + 5
+    at = jpeg.read_markers(data).frame_at + 5
     data = data[:at] + (65_500).to_bytes(2, "big") * 2 + data[at + 4 :]
     assert windows(library, [(data, CASE.box, (65_500, 65_500))]) == [expected(data, CASE.box, (65_500, 65_500))]
 

@@ -322,7 +322,7 @@ def test_a_pipe_in_place_of_a_map_does_not_hang(tmp_path, start):
 
 
 def test_who_only_looks_at_a_folder_keeps_nobody_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("datapipe.locks.LOOK_S", limit_s())  # of which a look may take half
+    monkeypatch.setattr("datapipe.locks._LOOK_S", limit_s())  # of which a look may take half
     done = Event()
 
     def look() -> None:
