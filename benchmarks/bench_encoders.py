@@ -36,8 +36,8 @@ from datapipe.images import codec, jpeg, lanczos
 from datapipe.images.codec import ImageHeader
 from datapipe.images.recode import RecodeOptions, Recoder
 from datapipe.images.turbojpeg import lossless, turbojpeg
-from datapipe.loaders.batch_slots import Images
-from datapipe.loaders.image_chunk import ImagesInMemory
+from datapipe.loaders.batch_slots import ImageSlots
+from datapipe.loaders.image_chunk import ChunkInMemory
 from datapipe.loaders.painter import Painter
 from datapipe.native import JOB, VARIABLE
 from datapipe.sampling.augment import Augment, scales, train_crops
@@ -271,10 +271,10 @@ def crop(native: str, folder: Path) -> Work:
     jobs["width"], jobs["height"], jobs["box"], jobs["flip"] = widths, heights, boxes, flips
     jobs["scale"] = scales(boxes, CROP)
     painter = Painter()
-    slots = Images(numbers, NUM_JPEGS, np.zeros((NUM_JPEGS, CROP, CROP, 3), np.uint8))
+    slots = ImageSlots(numbers, NUM_JPEGS, np.zeros((NUM_JPEGS, CROP, CROP, 3), np.uint8))
 
     def work() -> None:
-        images = ImagesInMemory(numbers.tolist(), numbers, jobs, data)
+        images = ChunkInMemory(numbers.tolist(), numbers, jobs, data)
         painter.put(slots, images)
         assert not images.bad
 

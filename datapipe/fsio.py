@@ -176,7 +176,7 @@ def list_entries(folder: Path | int) -> dict[str, os.stat_result]:
 
 
 def list_folders(folder: Path, follows: bool = False) -> list[Path]:
-    """List the folders in a folder, and if `follows` links to such, by name. None if it cannot be read."""
+    """List the folders in a folder, by name, and if `follows` links to folders; none if it cannot be read."""
     entries = sorted(list_entries(folder).items())
     return [
         folder / name

@@ -44,7 +44,7 @@ class BatchSlots:
             task.cancel()
 
 
-class Images(BatchSlots):
+class ImageSlots(BatchSlots):
     """Slots with the images' memory: uint8[B, H, W, C]."""
 
     def __init__(self, positions: np.ndarray, count: int, images: np.ndarray) -> None:

@@ -22,7 +22,7 @@ from ..sampling.block_order import NEVER, BlockOrder, Needs, grid, longest
 from ..sampling.cached_blocks import HORIZON, NextUses, choose_slot
 from .batch_slots import BatchMemory
 from .engine import Engine, SlotsT
-from .image_chunk import BlockedImages, ImageChunk
+from .image_chunk import BlockedChunk, ImageChunk
 from .indexed import IndexedSource
 from .options import LoaderOptions
 from .threads import Pool
@@ -66,7 +66,7 @@ class BlockSource(IndexedSource):
 
     def images(self, engine: Engine[SlotsT], slots: SlotsT, chunk: slice) -> ImageChunk:
         plan, takers = slots.known
-        return BlockedImages(plan.result(), chunk, self.data_set, takers)
+        return BlockedChunk(plan.result(), chunk, self.data_set, takers)
 
     def _order(self, epoch: int, lanes: int) -> BlockOrder:
         options = self.options

@@ -17,7 +17,7 @@ from ..errors import DecodeError
 from ..images.window import check_size
 from .base import DataDescription, Loader
 from .batch import Batch
-from .batch_slots import Images
+from .batch_slots import ImageSlots
 from .blocks import BlockSource
 from .delivery import HostDelivery
 from .device import resolve_device, to_device
@@ -37,12 +37,12 @@ def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = N
         return make_cpu_loader(data_set, options)
 
 
-def make_cpu_loader(data_set: DataSet, options: LoaderOptions) -> Engine[Images]:
+def make_cpu_loader(data_set: DataSet, options: LoaderOptions) -> Engine[ImageSlots]:
     """Make a loader of an open data set, which it closes, that decodes on the processor."""
     return make_decoding_loader(DataDescription.from_data_set(data_set), options, make_source(data_set, options))
 
 
-def make_decoding_loader(data: DataDescription, options: LoaderOptions, source: SampleSource) -> Engine[Images]:
+def make_decoding_loader(data: DataDescription, options: LoaderOptions, source: SampleSource) -> Engine[ImageSlots]:
     """Make a loader that decodes on the processor.
 
     Args:
@@ -54,10 +54,10 @@ def make_decoding_loader(data: DataDescription, options: LoaderOptions, source: 
         The loader.
     """
     shape = (options.batch_size, options.size, options.size, data.channels)
-    return Engine(data, options, source, Painter(), HostDelivery(Images, shape, resolve_device(options.device)))
+    return Engine(data, options, source, Painter(), HostDelivery(ImageSlots, shape, resolve_device(options.device)))
 
 
-def make_pixels_loader(data_set: DataSet, options: LoaderOptions) -> Engine[WholeImages]:
+def make_pixels_loader(data_set: DataSet, options: LoaderOptions) -> Engine[WholeImageSlots]:
     """Make a loader of an open data set, which it closes, that leaves all but copying to the device."""
     delivery, data = CutOnDevice(data_set, options), DataDescription.from_data_set(data_set)
     return Engine(data, options, make_source(data_set, options), PixelCopier(), delivery)
@@ -74,7 +74,7 @@ def holds_pixels_of_one_size(data_set: DataSet) -> bool:
     return manifest.width is not None and manifest.height is not None and data_set.holds_pixels()
 
 
-class WholeImages(Images):
+class WholeImageSlots(ImageSlots):
     """Slots with whole images, and what is cut out of each: `boxes` int32[B, 4] and `flips` bool[B]."""
 
     def __init__(self, positions: np.ndarray, count: int, images: np.ndarray) -> None:
@@ -84,10 +84,10 @@ class WholeImages(Images):
         self.flips = np.zeros(len(positions), bool)
 
 
-class PixelCopier(Decoder[WholeImages]):
+class PixelCopier(Decoder[WholeImageSlots]):
     """Copies pixels as they are stored."""
 
-    def put(self, slots: WholeImages, chunk: ImageChunk) -> dict[str, float]:
+    def put(self, slots: WholeImageSlots, chunk: ImageChunk) -> dict[str, float]:
         began = time.perf_counter()
         for image in chunk.pending(range(len(chunk.slots)), slots):
             try:
@@ -102,7 +102,7 @@ class PixelCopier(Decoder[WholeImages]):
         return {"copy": time.perf_counter() - began}
 
 
-class CutOnDevice(HostDelivery[WholeImages]):
+class CutOnDevice(HostDelivery[WholeImageSlots]):
     """Whole images of one size, which the device cuts out of."""
 
     def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
@@ -110,12 +110,12 @@ class CutOnDevice(HostDelivery[WholeImages]):
         if width is None or height is None:
             raise ValueError("the images have different sizes")
         shape = (options.batch_size, height, width, data_set.manifest.channels)
-        super().__init__(WholeImages, shape, resolve_device(options.device))
+        super().__init__(WholeImageSlots, shape, resolve_device(options.device))
 
     def set_size(self, size: int) -> None:
         """Leave the memory as it is: whole images are in it."""
 
-    def finish(self, slots: WholeImages, engine: Engine[WholeImages]) -> Batch:
+    def finish(self, slots: WholeImageSlots, engine: Engine[WholeImageSlots]) -> Batch:
         batch = super().finish(slots, engine)
         boxes, flips = (to_device(a, batch.images.device) for a in (slots.boxes, slots.flips))
         images_BHWC = batch.images.permute(0, 2, 3, 1)

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from .batch import Batch
-from .batch_slots import BatchMemory, Images
+from .batch_slots import BatchMemory, ImageSlots
 from .engine import Delivery, Engine
 
-ImagesT = TypeVar("ImagesT", bound=Images)
+ImagesT = TypeVar("ImagesT", bound=ImageSlots)
 
 
 class HostDelivery(Delivery[ImagesT]):

@@ -90,7 +90,7 @@ class ImageChunk(ABC):
             yield PendingImage(self.slots[i], int(self.samples[i]), data, size, boxes[i], scales[i], bool(flips[i]))
 
 
-class ImagesInMemory(ImageChunk):
+class ChunkInMemory(ImageChunk):
     """Images whose bytes are there already, in `encoded`."""
 
     def __init__(self, slots: Sequence[int], samples: np.ndarray, jobs: np.ndarray, encoded: Sequence[Data]) -> None:
@@ -105,7 +105,7 @@ class ImagesInMemory(ImageChunk):
         return self.data[i]
 
 
-class IndexedImages(ImageChunk):
+class IndexedChunk(ImageChunk):
     """Images of a packed data set, those of some slots of a batch."""
 
     def __init__(self, plan: BatchPlan, slots: slice, data_set: DataSet) -> None:
@@ -142,7 +142,7 @@ class IndexedImages(ImageChunk):
         return int(self.samples[i]), self._shards[i], int(job["offset"]), int(job["size"]), int(job["checksum"])
 
 
-class BlockedImages(IndexedImages):
+class BlockedChunk(IndexedChunk):
     """Images of a packed data set, each a part of the block that was read with it.
 
     `takers` are functions, one for each image of the batch, that take bytes of the block: those at an offset in the

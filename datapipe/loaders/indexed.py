@@ -21,7 +21,7 @@ from ..sampling.augment import scales
 from .base import Place
 from .batch_slots import BatchSlots
 from .engine import AHEAD, Engine, SampleSource, SlotsT
-from .image_chunk import BatchPlan, ImageChunk, IndexedImages
+from .image_chunk import BatchPlan, ImageChunk, IndexedChunk
 from .options import LoaderOptions
 
 # Reads are slow that take this share of the threads' time, and are slower than from the page cache.
@@ -129,7 +129,7 @@ class IndexedSource(SampleSource):
     # --- in the threads ---
 
     def images(self, engine: Engine[SlotsT], slots: SlotsT, chunk: slice) -> ImageChunk:
-        return IndexedImages(slots.known.result(), chunk, self.data_set)
+        return IndexedChunk(slots.known.result(), chunk, self.data_set)
 
     def _hint(self, slots: BatchSlots) -> None:
         """Tell the kernel what will be read.

@@ -12,14 +12,14 @@ import numpy as np
 
 from .. import native
 from ..images.codec import decode_jpeg, encode_jpeg
-from .batch_slots import Images
-from .image_chunk import ImageChunk, ImagesInMemory
+from .batch_slots import ImageSlots
+from .image_chunk import ChunkInMemory, ImageChunk
 from .resize import crop_resize_flip
 
 logger = logging.getLogger(__name__)
 
 
-def decode_in_c(library: native.Native, slots: Images, chunk: ImageChunk) -> tuple[list[int], dict[str, float]]:
+def decode_in_c(library: native.Native, slots: ImageSlots, chunk: ImageChunk) -> tuple[list[int], dict[str, float]]:
     """Put images into their slots, as far as the library takes them.
 
     Args:
@@ -91,12 +91,12 @@ def _find_difference(library: native.Native) -> str:
         ("decode", encoded, decode_jpeg(encoded, 3)),
     ):
         for box in ((3, 5, 33, 41), (8, 8, 11, 9)):
-            slots = Images(np.arange(1), 1, np.zeros((1, 20, 20, 3), np.uint8))
+            slots = ImageSlots(np.arange(1), 1, np.zeros((1, 20, 20, 3), np.uint8))
             expected = np.zeros((20, 20, 3), np.uint8)
             crop_resize_flip(pixels, box, True, expected)
             jobs = np.zeros(1, native.JOB)
             jobs["width"], jobs["height"], jobs["box"], jobs["scale"], jobs["flip"] = 38, 50, box, 1, True
-            chunk = ImagesInMemory([0], np.arange(1), jobs, [data])
+            chunk = ChunkInMemory([0], np.arange(1), jobs, [data])
             chunk.only_pixels = name == "resize"
             left, _ = decode_in_c(library, slots, chunk)
             if left or not np.array_equal(slots.images[0], expected):

@@ -12,7 +12,7 @@ from ..errors import DecodeError
 from ..images import window
 from ..images.jpeg import is_jpeg
 from ..images.window import Decoded, Window, check_size, decode_window
-from .batch_slots import Images
+from .batch_slots import ImageSlots
 from .engine import Decoder
 from .image_chunk import ImageChunk, PendingImage
 from .native_pixels import choose_native, decode_in_c
@@ -22,14 +22,14 @@ _PIXEL_BYTES = 8 << 20  # of memory for decoded pixels per thread: about 16 wind
 _CROP_BYTES = 1 << 20  # of memory for the pixels of one crop
 
 
-class Painter(Decoder[Images]):
+class Painter(Decoder[ImageSlots]):
     """Decodes images into the slots of a batch: in C as far as that takes them, and by libraries."""
 
     def __init__(self) -> None:
         self._library = choose_native().native
         self._local = threading.local()
 
-    def put(self, slots: Images, chunk: ImageChunk) -> dict[str, float]:
+    def put(self, slots: ImageSlots, chunk: ImageChunk) -> dict[str, float]:
         """Put images into their slots; return the seconds of each stage.
 
         Stage by stage for all of them: Python between two decodes would find the processor's caches full of pixels,
@@ -62,7 +62,7 @@ class Painter(Decoder[Images]):
                 return stage_s
 
     def _decode_some(
-        self, slots: Images, chunk: ImageChunk, pending: Iterator[tuple[PendingImage, Window | None]]
+        self, slots: ImageSlots, chunk: ImageChunk, pending: Iterator[tuple[PendingImage, Window | None]]
     ) -> list[tuple[PendingImage, Decoded]]:
         """Decode the next images, as many as fit into this thread's memory for pixels."""
         memory, decoded, channels = self._local.pixels, [], slots.images.shape[3]

@@ -28,7 +28,7 @@ from ..sampling.order import BUFFER, permutation, uniform
 from .base import Place
 from .batch_slots import BatchSlots, ChunkReport
 from .engine import Engine, SampleSource, SlotsT
-from .image_chunk import ImageChunk, ImagesInMemory
+from .image_chunk import ChunkInMemory, ImageChunk
 from .options import LoaderOptions
 
 _SHUFFLED = 1000  # samples that the next one is drawn from, as in WebDataset's examples
@@ -234,9 +234,7 @@ class TarStreams(SampleSource):
         if readable:
             crops = engine.crops(known.epoch, slots.positions[readable], slots.samples[readable], widths, heights)
             jobs["box"], jobs["flip"], jobs["scale"] = crops.boxes, crops.flips, scales(crops.boxes, engine.size)
-        images = ImagesInMemory(
-            readable, slots.samples[readable], jobs, [known.samples[slot].data for slot in readable]
-        )
+        images = ChunkInMemory(readable, slots.samples[readable], jobs, [known.samples[slot].data for slot in readable])
         images.bad = bad
         return images
 

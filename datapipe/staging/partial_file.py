@@ -61,7 +61,8 @@ class PartialFile:
         """Find out what has landed. No thread may be at work on the file."""
         self.close()
         if not self.is_whole:
-            # If all have landed, it was killed before it gave the file its name: one more write leads to that.
+            # If all have landed, the process was killed before the file got its name. The last chunk then counts as
+            # missing, and an empty write of it leads to `finish`.
             missing = self._read_map()
             self._missing = {*range(self._num_chunks)} if missing is None else missing or {self._num_chunks - 1}
 
@@ -88,7 +89,7 @@ class PartialFile:
         sums = os.pread(self._map_fd, _SUM_BYTES * self._num_chunks, len(self._head) + self._num_chunks + 1)
         room = memoryview(bytearray(self.chunk_bytes))
         for number in sorted(landed):
-            data = room[: min(self.chunk_bytes, self.info.size_bytes - number * self.chunk_bytes)]
+            data = room[: self._size_of(number)]
             is_there = os.preadv(self._fd, [data], number * self.chunk_bytes) == len(data)
             moved()
             expected = sums[_SUM_BYTES * number : _SUM_BYTES * (number + 1)]
@@ -105,8 +106,10 @@ class PartialFile:
     @property
     def missing_bytes(self) -> int:
         """Size of the chunks that have not landed."""
-        size, chunk_bytes = self.info.size_bytes, self.chunk_bytes
-        return sum(min(chunk_bytes, size - number * chunk_bytes) for number in self._missing)
+        return sum(map(self._size_of, self._missing))
+
+    def _size_of(self, number: int) -> int:
+        return min(self.chunk_bytes, self.info.size_bytes - number * self.chunk_bytes)
 
     def open(self) -> None:
         """Open the temporary files, empty unless chunks have landed."""

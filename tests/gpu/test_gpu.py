@@ -18,7 +18,7 @@ import torch
 
 from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import normalise, open_loader
-from datapipe.loaders.batch_slots import Images
+from datapipe.loaders.batch_slots import ImageSlots
 from datapipe.loaders.delivery import HostDelivery
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment
@@ -60,7 +60,7 @@ def test_batches_arrive_whole(packed_folders, device):
 
 @pytest.mark.gpu
 def test_batches_are_copied_beside_what_is_computed():
-    delivery = HostDelivery(Images, (4, 8, 8, 3), torch.device("cuda", 0))
+    delivery = HostDelivery(ImageSlots, (4, 8, 8, 3), torch.device("cuda", 0))
     slots = delivery.new_slots(np.arange(4), 4)
     slots.images[:] = 7
     torch.cuda._sleep(2_000_000_000)  # about a second

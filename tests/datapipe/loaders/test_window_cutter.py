@@ -13,7 +13,7 @@ from datapipe.loaders.base import DataDescription
 from datapipe.loaders.batch_slots import WindowMemory
 from datapipe.loaders.cpu import make_source
 from datapipe.loaders.engine import Delivery, Engine
-from datapipe.loaders.image_chunk import ImagesInMemory
+from datapipe.loaders.image_chunk import ChunkInMemory
 from datapipe.loaders.options import LoaderOptions
 from datapipe.loaders.window_cutter import EncodedImages, WindowCutter
 from datapipe.packing import PackOptions, pack
@@ -151,7 +151,7 @@ def test_an_abandoned_batch_is_left_alone(cut_in_c, photo, tmp_path):
     jobs["width"], jobs["height"], jobs["box"] = 64, 48, (0, 0, 8, 8)
     slots = EncodedImages(np.arange(1), 1, NOTHING)
     slots.abandon()
-    chunk = ImagesInMemory([0], np.arange(1), jobs, [(tmp_path / "image.jpg").read_bytes()])
+    chunk = ChunkInMemory([0], np.arange(1), jobs, [(tmp_path / "image.jpg").read_bytes()])
     WindowCutter(LoaderOptions(1, size=8, threads=1)).put(slots, chunk)
     assert not chunk.bad and slots.data == [NOTHING] and jobs["box"].tolist() == [[0, 0, 8, 8]]
 

@@ -11,8 +11,8 @@ from PIL import Image
 from datapipe import native
 from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import native_pixels, open_loader, painter
-from datapipe.loaders.batch_slots import Images
-from datapipe.loaders.image_chunk import ImagesInMemory
+from datapipe.loaders.batch_slots import ImageSlots
+from datapipe.loaders.image_chunk import ChunkInMemory
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment
 
@@ -93,7 +93,7 @@ def test_formats(packed_folders, without, counted, format):
 def test_bytes_that_are_left_are_copied_while_they_are_there(library):
     """As those of a file in memory, which is closed by another thread that cannot read it."""
 
-    class Fleeting(ImagesInMemory):
+    class Fleeting(ChunkInMemory):
         def locate(self):
             self.memory = np.frombuffer(self.data.pop(0), np.uint8).copy()
             self.jobs["data"] = self.memory.ctypes.data
@@ -105,7 +105,7 @@ def test_bytes_that_are_left_are_copied_while_they_are_there(library):
             self.memory[:] = 0
 
     chunk = Fleeting([0], np.arange(1), np.zeros(1, native.JOB), [b"no image"])
-    slots = Images(np.arange(1), 1, np.zeros((1, 8, 8, 3), np.uint8))
+    slots = ImageSlots(np.arange(1), 1, np.zeros((1, 8, 8, 3), np.uint8))
     assert native_pixels.decode_in_c(library, slots, chunk)[0] == [0]
     assert chunk.data[0] == b"no image"
 

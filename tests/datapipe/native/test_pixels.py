@@ -18,8 +18,8 @@ from datapipe import native
 from datapipe.images import pnm
 from datapipe.images.codec import decode
 from datapipe.images.window import cut, decode_window
-from datapipe.loaders.batch_slots import Images
-from datapipe.loaders.image_chunk import ImagesInMemory
+from datapipe.loaders.batch_slots import ImageSlots
+from datapipe.loaders.image_chunk import ChunkInMemory
 from datapipe.loaders.native_pixels import decode_in_c
 from datapipe.loaders.resize import crop_resize_flip
 
@@ -86,11 +86,11 @@ def cases(draw, max_side=90, max_size=70):
 def drawn(library, data, case, scale=1, only_pixels=False):
     """Return what the library makes of an image; None if it leaves it to others."""
     images = np.full((1, case.size, case.size, case.channels), 77, np.uint8)
-    slots = Images(np.arange(1), 1, images)
+    slots = ImageSlots(np.arange(1), 1, images)
     jobs = np.zeros(1, native.JOB)
     jobs["width"], jobs["height"], jobs["box"] = case.width, case.height, case.box
     jobs["scale"], jobs["flip"] = scale, case.flip
-    chunk = ImagesInMemory([0], np.arange(1), jobs, [data])
+    chunk = ChunkInMemory([0], np.arange(1), jobs, [data])
     chunk.only_pixels = only_pixels
     left, stage_s = decode_in_c(library, slots, chunk)
     assert stage_s.keys() == {"read", "decode", "resize"} and min(stage_s.values()) >= 0

@@ -13,7 +13,7 @@ from PIL import Image
 from datapipe import native
 from datapipe.images import jpeg
 from datapipe.images.window import cut
-from datapipe.loaders.image_chunk import ImagesInMemory
+from datapipe.loaders.image_chunk import ChunkInMemory
 from datapipe.loaders.native_pixels import do_jobs
 
 from .test_pixels import CASE, REFUSED, SUBSAMPLINGS, Case, cases, encoded, picture
@@ -26,7 +26,7 @@ def windows(library, images):
     jobs = np.zeros(len(images), native.JOB)
     for job, (_, box, size) in zip(jobs, images, strict=True):
         job["box"], (job["width"], job["height"]) = box, size
-    chunk = ImagesInMemory(range(len(images)), np.arange(len(images)), jobs, [data for data, _, _ in images])
+    chunk = ChunkInMemory(range(len(images)), np.arange(len(images)), jobs, [data for data, _, _ in images])
     memory = [np.full(len(data) + ROOM, 77, np.uint8) for data, _, _ in images]
     jobs["out"] = [out.ctypes.data for out in memory]
 
