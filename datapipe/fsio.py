@@ -162,7 +162,7 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def list_entries(folder: Path | int) -> dict[str, os.stat_result]:
-    """List what lies in a folder, by name; links are not followed. Nothing if it cannot be read.
+    """List what lies in a folder, by name; links are not followed. What cannot be read is left out.
 
     Args:
         folder: Path of the folder, or a descriptor of it.
@@ -170,7 +170,7 @@ def list_entries(folder: Path | int) -> dict[str, os.stat_result]:
     entries = {}
     with suppress(OSError), os.scandir(folder) as scanned:
         for entry in scanned:
-            with suppress(FileNotFoundError):  # removed at this moment
+            with suppress(OSError):  # removed at this moment, or a mount whose server is gone
                 entries[entry.name] = entry.stat(follow_symlinks=False)
     return entries
 

@@ -171,7 +171,11 @@ def takes_settings(
     def decorate(function: Callable[[Path | str, LoaderOptions], _R]) -> Callable[Concatenate[Path | str, _P], _R]:
         @functools.wraps(function)
         def call(path: Path | str, *args: _P.args, **settings: _P.kwargs) -> _R:
-            return function(path, kind(*args, **settings))
+            try:
+                options = kind(*args, **settings)
+            except TypeError as error:  # of an unknown name, or without a batch size
+                raise TypeError(str(error).replace("LoaderOptions.__init__", function.__name__)) from None
+            return function(path, options)
 
         signature, options = (inspect.signature(taker, eval_str=True) for taker in (function, kind))
         parameters = [signature.parameters["path"], *options.parameters.values()]

@@ -124,7 +124,7 @@ class LocalCopy:
             in_background,
             self.manifest.size_bytes,
             time.time(),
-            self.present_bytes,
+            self.manifest.size_bytes if is_complete else self.present_bytes,
             capacity_bytes,
             [*(splits or ())],
             self.identity,

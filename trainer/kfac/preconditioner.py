@@ -19,7 +19,7 @@ from .communication import Communicator, num_ranks, raise_on_all_ranks, require_
 from .curvature_block import CurvatureBlock, layer_cost, merge_state_dicts
 from .layers import Layer, Norm
 from .registration import register_layers, unwrap
-from .settings import Auto, Changeable, KFACSettings, takes_settings
+from .settings import Auto, Changeable, KFACSettings, read_arguments, takes_settings
 from .solvers import SOLVERS, Solver
 from .updates import Updates
 from .usage_checks import INCOMPLETE, UNUSED, UsageChecks, require_connected
@@ -80,7 +80,7 @@ class KFAC:
         self.model = unwrap(model)
         self._checks = UsageChecks(self.model)
         with raise_on_all_ranks():
-            self._settings = KFACSettings(**settings)
+            self._settings = read_arguments(type(self), settings)
             require_connected(self.settings.independent)
             grid = make_grid(num_ranks(), self.settings.grad_worker_fraction)
             self._check_settings(grid)

@@ -123,6 +123,9 @@ class KFACSettings:
             if not (fits and allowed.fits(value)) and not (value is None and allowed.optional):
                 raise ValueError(f"{name}: {value!r} is out of range; allowed: {allowed.text}")
 
+        if self.grad_scaler is not None and not hasattr(self.grad_scaler, "is_enabled"):
+            raise ValueError(f"grad_scaler: {self.grad_scaler!r} scales nothing; allowed: a torch.amp.GradScaler, None")
+
     def with_range(self) -> dict[str, Any]:
         """Return the settings that have a range, by name: all ranks must have the same."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata}
@@ -154,6 +157,14 @@ class Changeable(Generic[_T]):
 
     def __set__(self, instance: Any, value: _T) -> None:
         instance._settings = replace(instance.settings, **{self._name: value})
+
+
+def read_arguments(owner: type, settings: dict[str, Any]) -> KFACSettings:
+    """Return the settings that a constructor was given. Raises TypeError, which names `owner`, and ValueError."""
+    try:
+        return KFACSettings(**settings)
+    except TypeError as error:
+        raise TypeError(str(error).replace(KFACSettings.__name__, owner.__name__)) from None
 
 
 def takes_settings(

@@ -23,6 +23,12 @@ def test_open_loader_takes_the_options():
     assert get_type_hints(open_loader).keys() == {*PARAMETERS, "return"}
 
 
+def test_wrong_arguments_are_those_of_open_loader():
+    for arguments in ({"batchsize": 4}, {}):
+        with pytest.raises(TypeError, match=r"^open_loader\(\) .* argument:? 'batch_?size'"):
+            open_loader("packed", **arguments)
+
+
 def test_help_describes_each_setting():
     for described in (open_loader, LoaderOptions):
         documented = inspect.getdoc(described).partition("Args:")[2].partition("Returns:")[0]

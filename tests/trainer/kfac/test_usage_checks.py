@@ -14,8 +14,10 @@ from trainer.kfac import EKFAC, KFAC
 
 
 def test_models_and_steps_that_make_no_sense():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'damp'"):
+    with pytest.raises(TypeError, match=r"^KFAC.* unexpected keyword argument 'damp'"):
         KFAC(small(), damp=1)
+    with pytest.raises(ValueError, match=r"^grad_scaler: 3 scales nothing; allowed: "):
+        KFAC(small(), grad_scaler=3)
     with pytest.raises(ValueError, match="no layer that K-FAC can precondition"):
         KFAC(nn.Sequential(nn.ReLU()))
     with pytest.raises(ValueError, match="no shape yet"):
