@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-_SECTIONS = dict.fromkeys(("size", "start_size", "eval_size", "crop", "backend", "order", "io", "cache"), "data")
-_SECTIONS |= {"preconditioner": "optimizer", "grad_worker_fraction": "kfac"}
+SETTING_SECTIONS = dict.fromkeys(("size", "start_size", "eval_size", "crop", "backend", "order", "io", "cache"), "data")
+SETTING_SECTIONS |= {"preconditioner": "optimizer", "grad_worker_fraction": "kfac"}
 
 
 class RecipeSettings(NamedTuple):
     """Those settings of a recipe that advice depends on, with their defaults; 0 or "" where the recipe has "none".
 
-    They are in the recipe's section `train`, except those in _SECTIONS, and described there.
+    They are in the recipe's section `train`, except those in SETTING_SECTIONS, and described there.
     """
 
     size: int = 0
@@ -45,7 +45,7 @@ def read_settings(recipe: Mapping[str, Any]) -> RecipeSettings:
     """Return a recipe's settings; those that are missing or of another type, as in an old file, have their defaults."""
     values = {}
     for name, default in RecipeSettings._field_defaults.items():
-        section = recipe.get(_SECTIONS.get(name, "train"))
+        section = recipe.get(SETTING_SECTIONS.get(name, "train"))
         value = section.get(name, default) if isinstance(section, dict) else default
         value = type(default)() if value is None else value
         values[name] = value if type(value) is type(default) else default

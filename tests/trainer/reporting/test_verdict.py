@@ -8,7 +8,7 @@ import pytest
 from trainer.config.sections import Data, Train
 from trainer.optim.kfac import Settings as KfacSettings
 from trainer.optim.settings import OptimizerSettings
-from trainer.reporting.recipe_settings import SECTIONS, RecipeSettings, read_settings
+from trainer.reporting.recipe_settings import SETTING_SECTIONS, RecipeSettings, read_settings
 from trainer.reporting.trace import ROWS
 from trainer.reporting.verdict import Figures, advise, find_bound
 
@@ -177,7 +177,7 @@ def test_every_line_has_a_number_and_a_size_that_a_batch_can_have():
 def test_settings_are_those_of_a_recipe():
     sections = {"train": Train, "data": Data, "optimizer": OptimizerSettings, "kfac": KfacSettings}
     for name, default in RecipeSettings._field_defaults.items():
-        field = sections[SECTIONS.get(name, "train")].model_fields[name]
+        field = sections[SETTING_SECTIONS.get(name, "train")].model_fields[name]
         assert field.is_required() or (field.default or type(default)()) == default, name
 
 
