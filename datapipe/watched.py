@@ -142,6 +142,16 @@ def call(
     Raises:
         DatapipeError: It takes longer; names `path`. And whatever the function raises.
     """
+
+    def report(waited_s: float, is_over: bool) -> None:
+        if is_over or not is_quiet:
+            _report(waited_s, limit_s if is_over else None, path, doing)
+
+    return wait_for(begin(function), math.inf if limit_s is None else limit_s, report)
+
+
+def begin(function: Callable[[], Result]) -> Future[Result]:
+    """Call a function in a thread that Python does not wait for when it ends, and return its result to come."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -150,12 +160,8 @@ def call(
         except BaseException as error:
             future.set_exception(error)
 
-    def report(waited_s: float, is_over: bool) -> None:
-        if is_over or not is_quiet:
-            _report(waited_s, limit_s if is_over else None, path, doing)
-
     threading.Thread(target=run, name="datapipe-call", daemon=True).start()
-    return wait_for(future, math.inf if limit_s is None else limit_s, report)
+    return future
 
 
 def wait_for(future: Future[Result], limit_s: float, report: Callable[[float, bool], None]) -> Result:

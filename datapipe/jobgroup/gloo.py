@@ -12,12 +12,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .. import clock
+from .. import clock, watched
 from .group import Crew
 from .heart import LISTEN_S
 from .store import CrewError
 
 _POLL_S = 1e-3  # between looks whether all have come
+_LOST = "another node has lost its connection"
 _CONNECTS = 5  # how often gloo tries to connect, each time for as long as it may take
 
 
@@ -30,7 +31,7 @@ class NodeGroup:
         timeout_s: Longest time that another node may take, in seconds.
 
     Raises:
-        CrewError: They cannot be connected; names the addresses of both sides.
+        CrewError: They cannot be connected; names the addresses of both sides. Or a node is lost meanwhile.
     """
 
     def __init__(self, crew: Crew, address: str, timeout_s: float) -> None:
@@ -40,7 +41,14 @@ class NodeGroup:
         options._timeout = timedelta(seconds=max(LISTEN_S, timeout_s / _CONNECTS))
         try:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            group = dist.ProcessGroupGloo(crew.open_store("gloo"), crew.index, len(crew), options)
+            making = watched.begin(
+                lambda: dist.ProcessGroupGloo(crew.open_store("gloo"), crew.index, len(crew), options)
+            )
+            while not making.done():  # it would wait for a store or a node that is gone, which others know by now
+                if crew.is_broken.is_set():
+                    raise CrewError(_LOST)
+                time.sleep(_POLL_S)
+            group = making.result()
         except RuntimeError as error:
             raise CrewError(f"{error}; this node's address is {address}") from error
         group._set_default_timeout(clock.OUTLASTS_ALL)
@@ -62,7 +70,7 @@ class NodeGroup:
             begun = clock.now()
             while not work.is_completed():
                 if self._crew.is_broken.is_set():
-                    raise TimeoutError("another node has lost its connection")
+                    raise TimeoutError(_LOST)
                 if clock.now() - begun > self._timeout_s:
                     raise TimeoutError(f"nothing came for {self._timeout_s:g} s (timeout_s)")
                 time.sleep(_POLL_S)

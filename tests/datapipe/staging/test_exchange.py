@@ -363,9 +363,12 @@ def test_an_interface_that_is_not_there_is_told_to_all(nodes, tmp_path):
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.slow
 def test_a_node_that_is_lost_before_the_first_round(nodes, tmp_path, which, module, name, moment, patience_s):
-    """While the others wait for its address, to connect, and for what it lacks."""
+    """While the others wait for its address, to connect, and for what it lacks.
+
+    The time-out is longer than those that know of the loss wait for each other.
+    """
     make_data_set(tmp_path / "source", SIZES)
-    children = nodes(3, "--timeout", patience_s, programs={which: ("lost_at", module, name, moment)})
+    children = nodes(3, "--timeout", 3 * patience_s, programs={which: ("lost_at", module, name, moment)})
     assert children.pop(which).wait(limit_s()) == -signal.SIGKILL
     read, said = results(children)
     text = f"node {which} (node{which})"
