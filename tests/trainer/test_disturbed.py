@@ -29,7 +29,7 @@ pytestmark = pytest.mark.ranks
 @pytest.mark.parametrize(
     ("changes", "disturbances"),
     [
-        (AVERAGED, FEW),
+        pytest.param(AVERAGED, FEW, marks=pytest.mark.slow),
         pytest.param(AVERAGED, MANY, marks=pytest.mark.slow),
         pytest.param(SHARDED, MANY, marks=pytest.mark.slow),
     ],

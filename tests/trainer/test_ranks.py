@@ -107,6 +107,7 @@ def test_ranks_compile_one_network(losses, plain_losses):
     assert compiled == pytest.approx(losses("plain", "train.precision=off"), rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_compile_leaves_nobody_waiting(train):
     """Also where the network is compiled for several sizes, and K-FAC sends its statistics in each pass."""
     changes = ["train.epochs=2", "train.batch_size=330", "train.compile=true", *KFAC]

@@ -74,16 +74,20 @@ FORGED = [
 
 
 @pytest.mark.parametrize(("kind", "fields", "message"), FORGED)
-def test_impossible_records_are_refused(same_size, tmp_path, command, kind, fields, message):
-    assert verify(same_size / kind / "train", deep=True) == []
+def test_impossible_records_are_refused(same_size, tmp_path, kind, fields, message):
     forged = forge(same_size / kind / "train", tmp_path / "forged", **fields)
     (problem,) = verify(forged)
     assert problem.file == INDEX and "sample 5: " in problem.reason and message in problem.reason
     for order in ("full", "blocks"):
         with pytest.raises(ManifestError, match="sample 5: "):
             open_loader(forged, 2, size=16, order=order)
-    done = command("datapipe", "info", forged)
-    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_command_says_which_record_is_impossible(same_size, tmp_path, command):
+    whole = same_size / "tar" / "train"
+    assert verify(whole, deep=True) == []
+    done = command("datapipe", "info", forge(whole, tmp_path / "forged", label=2))
+    assert done.returncode == 1 and "sample 5: label is 2" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_sides_may_differ_but_are_some(packed_folders, tmp_path):

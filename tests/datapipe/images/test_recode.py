@@ -21,6 +21,7 @@ from datapipe.images.codec import decode, encode_png, read_header
 from datapipe.images.recode import RecodeOptions, Recoder, upright
 
 JPEGTRAN = shutil.which("jpegtran")
+OTHER_SIZES = (373, 501), (1601, 1203)  # width and height, in pixels
 LOSSLESS = {
     "libturbojpeg": lambda: (library := turbojpeg.turbojpeg()) and library.restart,
     "jpegtran": lambda: JPEGTRAN and turbojpeg.jpegtran(JPEGTRAN),
@@ -328,7 +329,7 @@ def test_resizing_is_exact_so_that_the_order_of_additions_does_not_matter(photo)
     np.testing.assert_array_equal(lanczos.resize(pixels, width, height)[:, :, 0], wanted)
 
 
-@pytest.mark.parametrize("size", [(500, 375), (373, 501), (1601, 1203)])
+@pytest.mark.parametrize("size", [(500, 375), *(pytest.param(size, marks=pytest.mark.slow) for size in OTHER_SIZES)])
 @pytest.mark.parametrize(
     ("subsampling", "grey"), [("4:2:0", False), ("4:2:2", False), ("4:4:4", False), ("4:2:0", True)]
 )

@@ -298,6 +298,7 @@ def test_mpirun_with_a_bad_image(raw, late_image, tmp_path, run):
 
 
 @needs_open_mpi
+@pytest.mark.slow
 def test_pbs_script(raw, alone, tmp_path, run, environ):
     """Without PBS: in the environment that it gives to a job on two nodes, and to the elements of an array."""
     script = ROOT / "tools/pbs/pack.pbs"

@@ -133,7 +133,7 @@ def test_another_users_copy_is_read_and_never_removed(public, as_nobody):
 
 @pytest.mark.parametrize(
     ("kind", "step"),
-    [("cache", 2), ("splits", 7), *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("cache", "splits"))],
+    [("cache", 2), *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("cache", "splits"))],
 )
 def test_an_evictor_and_stagers_at_the_same_moment(tmp_path, server, kind, step):
     """Whatever the moment: who has staged to a cache holds a whole copy, and who stages again gets all there."""

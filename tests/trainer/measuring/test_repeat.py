@@ -142,7 +142,8 @@ def test_stopped_and_continued(again, tmp_path, metrics, number, code):
         assert "seed-0 was resumed 1 time" in out
 
 
-@pytest.mark.parametrize("as_users_do", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("as_users_do", [True, False])
 def test_killed_and_continued(again, tmp_path, metrics, as_users_do):
     """A training, whose repeat is gone, saves and ends. One that was killed as well continues from its checkpoint."""
     every = ("--set", "train.checkpoint_every_steps=3", "--set", "train.epochs=2")

@@ -61,6 +61,7 @@ def check(server, tmp_path):
 
 
 @needs_checker
+@pytest.mark.slow
 def test_a_run_is_compliant(log, check):
     code, said = check(log)
     assert code == 0, said

@@ -54,6 +54,7 @@ def test_what_takes_longest_is_found(profiled, delay):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_two_ranks_on_one_clock(profiled):
     """What all ranks end together, such as a sum of gradients, ends at the same time in the trace."""
     _, summary, events = profiled(

@@ -133,7 +133,7 @@ def test_skipping_ends_after_so_many(go, fault, tmp_path, metrics):
     assert [line["step"] for line in lines if line["event"] == "diverged"] == [3, 4, 5]
 
 
-@pytest.mark.parametrize("changes", [[], KFAC], ids=["sgd", "kfac"])
+@pytest.mark.parametrize("changes", [pytest.param([], marks=pytest.mark.slow), KFAC], ids=["sgd", "kfac"])
 def test_rolled_back_with_the_same_rate_ends_with_the_same_bits(go, fault, tmp_path, metrics, changes):
     changes = ["train.when_diverged=roll_back", "train.roll_back_lr_factor=1.0", "train.log_every=3", *changes]
     changes += ["train.epochs=2", "train.batch_size=64"]

@@ -19,6 +19,7 @@ def exit_code(train):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_ranks_that_save_more_often_end_with_the_same_bits(exit_code, tmp_path):
     """The file has the mean of their running statistics, but each continues with its own."""
     contents = {}
