@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import shutil
-import struct
 import subprocess
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from datapipe.packing import PackOptions, pack
 from tests.datapipe.staging.data_sets import CHILDREN, NUM_IMAGES
 from tests.processes import Process, ProcessServer
 
-IMAGE_BYTES = 50_000
+COMMENT_BYTES = 50_000
 
 
 @pytest.fixture
@@ -84,16 +82,12 @@ def big_images(tmp_path_factory: pytest.TempPathFactory, encoded) -> Path:
     folder = tmp_path_factory.mktemp("big")
     random = np.random.default_rng(0)
     for i in range(NUM_IMAGES + 1):
-        path = folder / "raw" / ("val" if i == NUM_IMAGES else "train") / str(i % 3) / f"{i}.png"
+        path = folder / "raw" / ("val" if i == NUM_IMAGES else "train") / str(i % 3) / f"{i}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        png = encoded(random.integers(0, 256, (16, 16, 3), np.uint8), "PNG")
-        path.write_bytes(png[:-12] + _chunk(b"fiLl", random.bytes(IMAGE_BYTES)) + png[-12:])  # before the last, IEND
+        jpeg = encoded(random.integers(0, 256, (16, 16, 3), np.uint8))
+        comment = b"\xff\xfe" + (2 + COMMENT_BYTES).to_bytes(2, "big") + random.bytes(COMMENT_BYTES)
+        path.write_bytes(jpeg[:2] + comment + jpeg[2:])  # behind the start of the image
     for label in "12":
         (folder / "raw" / "val" / label).mkdir()
     pack(folder / "raw", folder / "packed", PackOptions(shard_mib=6, workers=1))
     return folder / "packed"
-
-
-def _chunk(kind: bytes, content: bytes) -> bytes:
-    """Return a chunk of a PNG file that decoders skip."""
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
