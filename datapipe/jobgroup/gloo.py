@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from .. import clock, watched
 from .group import Crew
-from .heart import LISTEN_S
+from .heart import LISTEN_S, LOST
 from .store import CrewError
 
 _POLL_S = 1e-3  # between looks whether all have come
-_LOST = "another node has lost its connection"
 _CONNECTS = 5  # how often gloo tries to connect, each time for as long as it may take
 
 
@@ -46,7 +45,7 @@ class NodeGroup:
             )
             while not making.done():  # it would wait for a store or a node that is gone, which others know by now
                 if crew.is_broken.is_set():
-                    raise CrewError(_LOST)
+                    raise CrewError(LOST)
                 time.sleep(_POLL_S)
             group = making.result()
         except RuntimeError as error:
@@ -70,7 +69,7 @@ class NodeGroup:
             begun = clock.now()
             while not work.is_completed():
                 if self._crew.is_broken.is_set():
-                    raise TimeoutError(_LOST)
+                    raise TimeoutError(LOST)
                 if clock.now() - begun > self._timeout_s:
                     raise TimeoutError(f"nothing came for {self._timeout_s:g} s (timeout_s)")
                 time.sleep(_POLL_S)

@@ -21,7 +21,7 @@ from .. import clock
 from ..cluster import Placement
 from ..errors import DatapipeError
 from ..fsio import boot_id
-from .heart import BEAT_S, BROKEN, LISTEN_S, Heart
+from .heart import BEAT_S, BROKEN, LISTEN_S, LOST, Heart
 from .network import find_address, find_unreachable
 from .secret import SignedStore, StrangerError
 from .store import Answer, CrewError, LeftError, UnreachableError, ask, connect_store
@@ -124,7 +124,7 @@ class Crew:
         while not self._ask(lambda: self._store.check([*keys.values()])):
             if is_over():
                 self._ask(lambda: self._store.check([BROKEN]), LISTEN_S)  # it may be the store that is gone
-                raise CrewError("another node has lost its connection")
+                raise CrewError(LOST)
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
             now = clock.now()

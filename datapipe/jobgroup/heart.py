@@ -13,6 +13,7 @@ from .secret import SignedStore
 
 BEAT_S = 1.0  # how often a process says that it lives
 LISTEN_S = 5 * BEAT_S  # how long to listen for that
+LOST = "another node has lost its connection"
 BROKEN = "broken"  # the key under which a process says that the others do not continue as they are
 
 
