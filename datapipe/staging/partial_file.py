@@ -167,12 +167,21 @@ class PartialFile:
         return False
 
     def finish(self, moved: Moved) -> None:
-        """Compare what lies on the disk with the checksum, and give the file its name.
+        """Compare what lies on the disk with the checksum, and give the file its name. It is closed, also by an error.
 
         Raises:
             WrongBytes: It has another checksum. It is forgotten, and may be copied again.
         """
         self.open()
+        try:
+            self._check(moved)
+            os.replace(self._partial, self.target)
+            self.is_whole = True
+            self._landed.unlink(missing_ok=True)
+        finally:
+            self.close()  # whatever has ended it: the next to copy this file would wait for the lock
+
+    def _check(self, moved: Moved) -> None:
         self._mark(self._num_chunks, b"\1")  # from here on, loaders add nothing
         moved(self._partial)
         with named(self._partial):
@@ -190,10 +199,6 @@ class PartialFile:
             self.forget()
             self._was_wrong = True
             raise WrongBytes(f"xxh3-128 is {actual}, expected {self.info.xxh3_128}")
-        os.replace(self._partial, self.target)
-        self.is_whole = True
-        self._landed.unlink(missing_ok=True)
-        self.close()
 
     def forget(self) -> None:
         """Remove what has landed."""
@@ -209,3 +214,6 @@ class PartialFile:
                 if fd >= 0:
                     os.close(fd)
             self._fd = self._map_fd = -1
+
+    def __del__(self) -> None:  # of a copy that has ended with an error
+        self.close()
