@@ -2,6 +2,7 @@
 
 import shutil
 from itertools import starmap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,3 +94,21 @@ def _leaves(value):
             yield from _leaves(item)
     elif isinstance(value, torch.Tensor | int | float):
         yield torch.as_tensor(value)
+
+
+@pytest.mark.parametrize(
+    ("compile", "device", "preconditioner", "epochs", "reason"),
+    [
+        ("auto", "cuda", None, 100, ""),
+        ("auto", "cuda", None, 99, "in a run of 9,900 steps, compiling would take longer than it saves"),
+        ("auto", "cuda", object(), 100, "the hooks of K-FAC would cut it at every layer"),
+        ("auto", "cpu", None, 100, "it trains on a processor"),
+        (True, "cpu", object(), 1, ""),
+        (False, "cuda", None, 100, "train.compile = false"),
+    ],
+)
+def test_what_is_compiled_unasked(compile, device, preconditioner, epochs, reason):
+    recipe = SimpleNamespace(train=SimpleNamespace(compile=compile, epochs=epochs))
+    world = SimpleNamespace(device=torch.device(device))
+    job = SimpleNamespace(recipe=recipe, world=world, preconditioner=preconditioner, steps_per_epoch=100)
+    assert trainer.run.rehearsal.why_not_compiled(job) == reason

@@ -143,14 +143,18 @@ class Train(Section):
     powersgd_start_step: Annotated[int, Field(ge=2)] = 1000
     """Step from which PowerSGD is used, counted from where a process begins; gradients are sent whole before."""
     precision: Literal["auto", "bf16", "fp16", "tf32", "off"] = "auto"
-    """Arithmetic of the forward pass; "auto": "bf16" where the device computes in it natively, else "off" (float32).
+    """Arithmetic of the forward pass; "auto": "bf16" where the device computes in it natively; "fp16" on GPUs that only
+    have tensor cores for that (V100, T4), unless with PowerSGD; else "off" (float32).
 
     "fp16", with loss scaling, and "tf32", float32 of which products keep 10 bits, need a GPU.
     """
     channels_last: bool = True
     """Keep images and weights with the channels last in memory."""
-    compile: bool = False
-    """Compile the network with `torch.compile`; where that fails, it is trained as it is, and the log says why."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the network with `torch.compile`; "auto": on a GPU, in a run of 10,000 steps or more, without K-FAC.
+
+    Where it fails, or "auto" does without on a GPU, the network is trained as it is, and the log says why.
+    """
     compile_mode: Annotated[str, one_of("mode", COMPILE_MODES)] = "default"
     """How it is compiled; "reduce-overhead": with CUDA graphs, which launch all kernels of a pass at once;
     "max-autotune": also with the fastest of several kernels, which takes minutes to find."""
@@ -200,7 +204,7 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Train:
-        if self.compile_mode != "default" and not self.compile:
+        if self.compile_mode != "default" and self.compile is not True:
             raise ValueError(f'compile_mode = "{self.compile_mode}" needs compile = true')
         if self.compile_mode == "max-autotune" and self.deterministic:
             raise ValueError(

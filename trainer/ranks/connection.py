@@ -32,7 +32,8 @@ from datapipe.jobgroup.secret import choose_file
 from datapipe.jobgroup.store import CrewError
 
 from ..errors import TrainingError
-from .device import check_own_gpus, choose_device, share_cores
+from ..reporting.metrics import device_name
+from .device import check_own_gpus, choose_device, explain_idle, explain_unlike, share_cores
 from .heartbeat import LONG_FACTOR, RANK_TIMEOUT_S, Watch
 from .world import World
 
@@ -92,6 +93,8 @@ def connected(
         world = World(device=choose_device(device))
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
+            if idle := explain_idle(torch.cuda.device_count()):
+                logger.warning("%s", idle)
         yield world
         return
     logger.info("waiting for %d ranks, at %s, port %d", place.world_size, place.master, place.train_port)
@@ -140,40 +143,60 @@ def _removing(secret: Path | None, run: Path | None) -> Iterator[None]:
 def _meet(crew: Crew, place: Placement, device: str, watch: Watch) -> World:
     """Connect the ranks of a crew. Raises what `connected` does."""
     local_rank, local_world_size = crew.local_ranks.index(place.rank), len(crew.local_ranks)
-    chosen, gpu, problem = torch.device("cpu"), "", ""
-    watch.doing("choosing a device")
-    try:
-        chosen = choose_device(device, local_rank, local_world_size)
-        if chosen.type == "cuda":
-            gpu = str(torch.cuda.get_device_properties(chosen).uuid)
-    except SettingError as error:
-        problem = str(error)
-    watch.doing("connecting to the other ranks")
-    answers = crew.gather_from_ranks("device", [chosen.type, gpu, problem])
-    hosts = crew.hosts_of_ranks
-    for rank, (kind, _, problem) in enumerate(answers):
-        if problem:
-            raise SettingError(problem if rank == place.rank else f"{crew.names([rank])}: {problem}")
-        if kind != answers[0][0]:
-            raise SettingError(f"{crew.names([rank])} would train on {kind}, and rank 0 on {answers[0][0]}")
-    check_own_gpus([(host, gpu) for host, (_, gpu, _) in zip(hosts, answers, strict=True)])
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+    chosen, devices = _choose_devices(crew, place, device, watch)
     if len(crew) > 1:
         _choose_interface(crew)
     _leave_errors_to_watch(os.environ)
-    # gloo for numbers on the CPU, so that agreeing on something never waits for the GPU.
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    store, size = crew.open_store("group"), place.world_size
+    # gloo for numbers on the CPU, so that agreeing on something never waits for the GPU. With its device, NCCL connects
+    # at once, and what is wrong with that is said here.
+    is_gpu = chosen.type == "cuda"
+    backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if is_gpu else ("gloo", None)
+    options = {"timeout": _TIMEOUT, "rank": place.rank, "world_size": place.world_size, "device_id": device_id}
     try:
         with ended_by_signals(place.world_size):
-            dist.init_process_group(backend, store=store, timeout=_TIMEOUT, rank=place.rank, world_size=size)
+            dist.init_process_group(backend, store=crew.open_store("group"), **options)  # type: ignore[arg-type]
     except (dist.DistError, ValueError) as error:
         raise TrainingError(f"rank {place.rank} could not reach the other ranks: {error}") from error
     dist.distributed_c10d._set_pg_timeout(clock.OUTLASTS_ALL)  # from here on, the watch ends what hangs
     cores = share_cores(crew.gather_from_local_ranks("cores", sorted(os.sched_getaffinity(0))), local_rank)
     watch.doing("starting", is_long=True)
-    return World(place.rank, local_rank, place.world_size, local_world_size, chosen, tuple(hosts), *cores, watch)
+    ranks = place.rank, local_rank, place.world_size, local_world_size
+    return World(*ranks, chosen, tuple(crew.hosts_of_ranks), *cores, watch, devices)
+
+
+def _choose_devices(crew: Crew, place: Placement, device: str, watch: Watch) -> tuple[torch.device, tuple[str, ...]]:
+    """Choose this rank's device, and compare it with those of the others.
+
+    Returns:
+        (this rank's device, kind and model of each rank's).
+
+    Raises:
+        SettingError: A rank has none, or two have the same GPU, or some train on processors and others on GPUs.
+    """
+    chosen, gpu, model, problem = torch.device("cpu"), "", "", ""
+    watch.doing("choosing a device")
+    try:
+        chosen = choose_device(device, crew.local_ranks.index(place.rank), len(crew.local_ranks))
+        if chosen.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(chosen).uuid)
+        model = device_name(chosen)
+    except SettingError as error:
+        problem = str(error)
+    watch.doing("connecting to the other ranks")
+    answers = crew.gather_from_ranks("device", [chosen.type, gpu, model, problem])
+    hosts = crew.hosts_of_ranks
+    for rank, (kind, _, _, problem) in enumerate(answers):
+        if problem:
+            raise SettingError(problem if rank == place.rank else f"{crew.names([rank])}: {problem}")
+        if kind != answers[0][0]:
+            raise SettingError(f"{crew.names([rank])} would train on {kind}, and rank 0 on {answers[0][0]}")
+    check_own_gpus([(host, gpu) for host, (_, gpu, _, _) in zip(hosts, answers, strict=True)])
+    devices = tuple(model for _, _, model, _ in answers)
+    if place.rank == 0 and (unlike := explain_unlike(devices)):
+        logger.warning("%s: a step takes as long as on the slowest, and they may round differently", unlike)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return chosen, devices
 
 
 def _leave_errors_to_watch(environ: MutableMapping[str, str]) -> None:

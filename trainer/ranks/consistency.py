@@ -15,6 +15,7 @@ from datapipe.loaders.native_pixels import choose_native
 from ..config.recipe import Recipe
 from ..errors import TrainingError
 from ..reporting.metrics import versions
+from .device import explain_unlike
 from .world import World, gather_everywhere
 
 
@@ -89,7 +90,11 @@ def check_replicas(world: World, module: nn.Module, step: int) -> None:
     name = next(name for name, *values in zip(names, *sums, strict=True) if len({*values}) > 1)
     who = ", ".join(f"rank {rank} ({world.host_of[rank]})" for rank in wrong)
     message = f"{who}: other parameters than the other ranks after step {step}, first in {name}"
-    raise TrainingError(f"{message}. Its memory or GPU may be damaged; --resume continues from before, on other nodes")
+    if unlike := explain_unlike(world.devices):
+        message += f"; {unlike}: they may round differently. --resume continues from before, on devices of one kind"
+    else:
+        message += ". Its memory or GPU may be damaged; --resume continues from before, on other nodes"
+    raise TrainingError(message)
 
 
 def _sum_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import torch
 
+from datapipe.console import format_count
 from datapipe.errors import SettingError
 from datapipe.loaders.device import explain_unseen_gpus
 
@@ -53,6 +54,29 @@ def check_own_gpus(gpus: Sequence[tuple[str, str]]) -> None:
         first = gpus.index((host, gpu))
         if gpu and first < rank:
             raise SettingError(f"ranks {first} and {rank} would share a GPU of {host}; a rank needs one of its own")
+
+
+def explain_unlike(devices: Sequence[str]) -> str:
+    """Say which ranks have devices of which kind; "" where all have the same.
+
+    Args:
+        devices: Kind and model of each rank's device, by rank.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices):
+        ranks.setdefault(device, []).append(rank)
+    if len(ranks) < 2:
+        return ""
+    each = (f"{device} on {format_count(len(some), 'rank')}, first {some[0]}" for device, some in ranks.items())
+    return f"the ranks have devices of unlike kinds ({'; '.join(each)})"
+
+
+def explain_idle(count: int) -> str:
+    """Say how to use the GPUs that a single process leaves idle, of `count` that it sees; "" where there are none."""
+    if count < 2:
+        return ""
+    use_all = f"torchrun --nproc-per-node {count} -m trainer train … trains on all of them"
+    return f"{count - 1} of {count} GPUs stay idle, as this is a single process: {use_all}"
 
 
 def _device_type(device: str) -> str:

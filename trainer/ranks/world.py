@@ -45,6 +45,7 @@ class World:
         host_cores: Processor cores of its host that the ranks there may use.
         cores: Its share of these.
         watch: Watch that notices when it, or another rank, does nothing any more.
+        devices: The kind and model of each rank's device.
     """
 
     rank: int = 0
@@ -56,6 +57,7 @@ class World:
     host_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     watch: Watch = field(default_factory=Watch)
+    devices: tuple[str, ...] = ()
 
     @property
     def is_main(self) -> bool:

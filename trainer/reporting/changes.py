@@ -90,7 +90,7 @@ def _advise_beside_steps(run: Run, settings: RecipeSettings) -> list[str]:
         "be noticed later",
         "checkpoint": "--local-checkpoints saves on the node's own disk first, and copies while training continues; "
         f"train.checkpoint_every_minutes is {f'{minutes:g}' if minutes else 'none'} now",
-        "compile": "train.compile = false (now true) may be faster for so short a run",
+        "compile": "train.compile = false may be faster for so short a run",
         "staging": "datapipe stage in the job script, or a copy that is kept, stages before the run begins",
     }
     if settings.evaluate_mirrored:
@@ -126,6 +126,7 @@ def _read_figures(run: Run) -> Figures | None:
         cores=cores,
         loader_threads=_count(header, "loader_threads", cores),
         is_staged=run.time_s()["staging"] > 0 or settings.cache != "",
+        is_compiled=header.get("compiled") is True or run.time_s()["compile"] > 0,  # a file of an earlier version
     )
 
 

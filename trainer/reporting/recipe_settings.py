@@ -33,7 +33,6 @@ class RecipeSettings(NamedTuple):
     powersgd_start_step: int = 1000
     precision: str = "auto"
     channels_last: bool = True
-    compile: bool = False
     compile_mode: str = "default"
     when_diverged: str = "stop"
     evaluate_every: int = 1

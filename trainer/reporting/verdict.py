@@ -43,6 +43,7 @@ class Figures(NamedTuple):
         cores: Number of cores that a rank may use.
         loader_threads: Number of threads that decode, per rank.
         is_staged: Whether data is read from a copy on the node's own disk.
+        is_compiled: Whether the network was compiled.
     """
 
     settings: RecipeSettings
@@ -58,6 +59,7 @@ class Figures(NamedTuple):
     cores: int
     loader_threads: int
     is_staged: bool
+    is_compiled: bool
 
     def duration(self, row: str) -> str:
         """Return how much of a step a row of a trace took, as text."""
@@ -145,8 +147,10 @@ def advise_data(figures: Figures) -> list[str]:
 def _advise_host(figures: Figures) -> list[str]:
     settings, host = figures.settings, figures.duration("host")
     lines: list[str] = []
-    if not settings.compile:
-        lines.append(f"train.compile = true (now false): fewer kernels to start, which is part of the host's {host}")
+    if not figures.is_compiled:
+        lines.append(
+            f"train.compile = true (now not compiled): fewer kernels to start, which is part of the host's {host}"
+        )
     elif figures.device == "cuda" and settings.compile_mode == "default" and settings.accumulation_steps == 1:
         name = "train.compile_mode = 'reduce-overhead' (now 'default')"
         lines.append(f"{name} starts all kernels of a pass at once, which is part of the host's {host}")
@@ -210,8 +214,8 @@ def advise_compute(figures: Figures) -> list[str]:
     lines += _advise_16_bits(settings, "is faster, where the device has units for them")
     if not settings.channels_last:
         lines.append(f"train.channels_last = true (now false): faster convolutions, {step}")
-    if not settings.compile:
-        lines.append(f"train.compile = true (now false): fused kernels, {step}")
+    if not figures.is_compiled:
+        lines.append(f"train.compile = true (now not compiled): fused kernels, {step}")
     if figures.device == "cpu" and figures.threads < figures.cores:
         lines.append(f"OMP_NUM_THREADS = {figures.cores} (now {figures.threads}): each rank has {figures.cores} cores")
     if figures.device == "cuda" and figures.memory_share < _ROOMY:
@@ -232,8 +236,8 @@ def _advise_memory(figures: Figures) -> list[str]:
         )
     if settings.backend == "resident":
         lines.append(f"data.backend = 'cpu' (now 'resident') keeps no images in memory, of which {share} is in use")
-    if not settings.compile:
-        lines.append(f"train.compile = true (now false) keeps fewer results between kernels: {share} is in use")
+    if not figures.is_compiled:
+        lines.append(f"train.compile = true (now not compiled) keeps fewer results between kernels: {share} is in use")
     lines.append(f"an input of fewer than {settings.size} px (data.size), or a device with more memory")
     return lines
 

@@ -233,7 +233,7 @@ def open_job(recipe: Recipe, data: Path, run: Path, world: World, clock: Clock, 
         DatapipeError, SettingError: There is no usable data set, or the recipe does not fit it.
         TrainingError: A rank has another recipe, data set, software, or initial parameters; see `check_setup`.
     """
-    precision = choose_precision(recipe.train.precision, world.device)
+    precision = choose_precision(recipe.train.precision, world.device, recipe.train.powersgd_rank is None)
     world.watch.doing("opening the data set", is_long=recipe.data.backend == "resident")  # which it decodes
     train_loader, val_loader = open_loaders(recipe, data, world, stack)
     loaders = {"train": train_loader, "val": val_loader}

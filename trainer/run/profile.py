@@ -216,6 +216,7 @@ def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
         cores=world.cores,
         loader_threads=options.num_threads(),
         is_staged=is_staged or recipe.data.cache is not None,
+        is_compiled=job.module._compiled_call_impl is not None,
     )
     lines = advise(figures)
     trace = json.dumps(chrome_trace(spans, world.host_of), separators=(",", ":")).encode()

@@ -73,6 +73,7 @@ def _describe_run(job: Job) -> dict[str, Any]:
         "device": metrics.device_name(world.device),
         "hardware": metrics.hardware(world.device, world.host_cores, len(set(world.host_of)) or 1),
         "precision": job.precision.name,
+        "compiled": job.module._compiled_call_impl is not None,
         "cores_per_rank": world.cores,
         "threads": torch.get_num_threads(),
         "decoder_in_c": str(choose_native()),

@@ -263,7 +263,8 @@ def _put_back(job: Job, state: State, content: dict[str, Any]) -> None:
         job.preconditioner.load_state_dict(*content["preconditioner"])
     if job.adaptive_damping is not None:
         job.adaptive_damping.load_state_dict(content["adaptive_damping"])
-    job.scaler.load_state_dict(content["scaler"])
+    if content["scaler"]:  # it has none if it was of another precision, on another GPU
+        job.scaler.load_state_dict(content["scaler"])
     state.load_state_dict(content["state"])
     job.train_loader.set_size(job.recipe.data.size_at(state.epoch, job.recipe.train.epochs))
     job.train_loader.load_state_dict(content["loader"])

@@ -55,17 +55,28 @@ def kernels_chosen(deterministic: bool) -> Iterator[None]:
             torch.use_deterministic_algorithms(False)
 
 
-def choose_precision(name: str, device: torch.device) -> Precision:
-    """Return what the recipe's `auto`, `bf16`, `fp16`, `tf32` or `off` means on `device`.
+def choose_precision(name: str, device: torch.device, can_scale: bool = True) -> Precision:
+    """Return what a recipe's precision means on a device.
 
-    Raises SettingError for fp16 and tf32 on a CPU, which has no fast kernels for them.
+    Args:
+        name: "auto", "bf16", "fp16", "tf32" or "off".
+        device: The device.
+        can_scale: Whether "auto" may be fp16, for which the loss is scaled.
+
+    Raises:
+        SettingError: It is fp16 or tf32, and the device a CPU, which has no fast kernels for them.
     """
     if name in ("fp16", "tf32") and device.type != "cuda":
         raise SettingError(f"train.precision = '{name}': needs a CUDA device; allowed here: auto, bf16, off")
     if name == "auto":
-        name = "bf16" if _has_native_bf16(device) else "off"
+        name = "bf16" if _has_native_bf16(device) else "fp16" if can_scale and _has_only_fp16(device) else "off"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None, "off": None}[name]
     return Precision(name, device.type, dtype)
+
+
+def _has_only_fp16(device: torch.device) -> bool:
+    """Return whether a GPU has tensor cores, and none for bf16: Volta and Turing (V100, T4)."""
+    return device.type == "cuda" and (7, 0) <= torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def _has_native_bf16(device: torch.device) -> bool:

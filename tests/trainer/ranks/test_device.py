@@ -5,16 +5,21 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from datapipe import doctor
+from datapipe.cluster import Placement
 from datapipe.errors import SettingError
 from datapipe.loaders import device
 from datapipe.loaders.device import Driver, explain_unseen_gpus, read_driver
 from tests.processes import clean_environment, open_server
-from trainer.ranks.device import check_own_gpus, choose_device
+from trainer.errors import TrainingError
+from trainer.ranks import connection
+from trainer.ranks.device import check_own_gpus, choose_device, explain_unlike
+from trainer.ranks.heartbeat import Watch
 
 WITHOUT_CUDA = torch.version.cuda is None
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:15 UTC 2023\n"
@@ -200,3 +205,47 @@ def test_a_loader_takes_the_current_gpu_where_none_is_numbered(monkeypatch, aske
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     assert device.resolve_device(asked) == torch.device("cuda", given)
+
+
+def test_gpus_of_unlike_kinds_are_told_of(monkeypatch, caplog):
+    """And the device of a rank is the one that NCCL is told of."""
+    assert explain_unlike(["cuda (A)"] * 3) == explain_unlike([]) == ""
+    given = {}
+
+    def init(backend, **options):
+        given.update(options, backend=backend)
+        raise ValueError("as far as this test goes")
+
+    class Crew(SimpleNamespace):
+        def __len__(self) -> int:
+            return 1  # process that meets others
+
+        def gather_from_ranks(self, _, mine):
+            return [[mine[0], f"GPU-{rank}", f"cuda ({model})", ""] for rank, model in enumerate("AABA")]
+
+    crew = Crew(hosts_of_ranks=["a", "a", "b", "b"], open_store=str)
+    for name, result in {"is_available": True, "device_count": 2, "set_device": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-3"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A")
+    monkeypatch.setattr(torch.distributed, "init_process_group", init)
+    for rank in (3, 0):
+        crew.local_ranks = [2, 3] if rank else [0, 1]
+        with pytest.raises(TrainingError, match="as far as this test goes"):
+            connection._meet(crew, Placement(rank, 4), "auto", Watch())
+        assert given["device_id"] == torch.device("cuda", rank % 2) and given["backend"] == "cpu:gloo,cuda:nccl"
+        words = "unlike kinds (cuda (A) on 3 ranks, first 0; cuda (B) on 1 rank, first 2): a step takes as long as"
+        assert (words in caplog.text) == (rank == 0)
+
+
+def test_gpus_that_one_process_leaves_idle_are_told_of(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    for count in (1, 8):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        for asked in ("cpu", "auto"):
+            caplog.clear()
+            with connection.connected(Placement(), asked) as world:
+                assert world.device.type == ("cpu" if asked == "cpu" else "cuda")
+            said = "7 of 8 GPUs stay idle, as this is a single process: torchrun --nproc-per-node 8 " in caplog.text
+            assert said == (count == 8 and asked == "auto")

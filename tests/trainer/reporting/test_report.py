@@ -323,8 +323,8 @@ def test_what_to_change_has_its_number(tmp_path, without_plots, begin, finish, s
 def test_nothing_is_advised_that_is_done_already(tmp_path, without_plots):
     """Advice of evaluations, of memory, and of threads depends on what took long, was full, or had more cores."""
     time_s = TIME_S | {"evaluation": 0.5}
-    begin = header(hardware=CPU, precision="bf16", threads=8, loader_threads=8)
-    begin["recipe"]["train"]["compile"] = True
+    begin = header(hardware=CPU, precision="bf16", threads=8, loader_threads=8, compiled=True)
+    begin["recipe"]["train"]["compile"] = "auto"
     run = write(tmp_path / "run", begin, epoch(1, 0.85), end(wait_share=0.0, time_s=time_s, ranks=[{}]))
     assert [sentence[:15] for sentence in changes(write_report([run], tmp_path / "out"))] == ["trainer profile"]
 

@@ -20,11 +20,9 @@ def figures(compute=1.0, data=0.0, communication=0.0, host=0.0, settings=None, *
     values = {
         "shares": shares, "step_s": 0.1, "images_per_s": 2560.0, "memory_share": 0.6, "device": "cpu", "world_size": 2,
         "hosts": 1, "num_parameters": RESNET50, "threads": 4, "cores": 4, "loader_threads": 4,
-        "is_staged": True,
+        "is_staged": True, "is_compiled": True,
     }  # fmt: skip
-    return Figures(
-        RecipeSettings(**{"size": 224, "batch_size": 256, "compile": True} | (settings or {})), **values | changes
-    )
+    return Figures(RecipeSettings(**{"size": 224, "batch_size": 256} | (settings or {})), **values | changes)
 
 
 DATA = {"data": 0.5, "compute": 0.5}
@@ -74,7 +72,7 @@ def test_memory_bounds_where_a_larger_batch_would_help_and_does_not_fit(shares, 
     [
         ({}, {"settings": {"precision": "off"}}, "train.precision = 'auto' (now 'off')"),
         ({}, {"settings": {"channels_last": False}}, "train.channels_last = true (now false)"),
-        ({}, {"settings": {"compile": False}}, "train.compile = true (now false)"),
+        ({}, {"is_compiled": False}, "train.compile = true (now not compiled)"),
         ({}, {"threads": 1}, "OMP_NUM_THREADS = 4 (now 1)"),
         ({}, {"device": "cuda", "memory_share": 0.2}, "train.batch_size = 512 (now 256, 128 per rank) fills"),
         ({}, {"memory_share": 0.95}, "memory: 95%"),
@@ -83,7 +81,7 @@ def test_memory_bounds_where_a_larger_batch_would_help_and_does_not_fit(shares, 
         (DATA, {"device": "cuda"}, "data.backend = 'dali' (now 'cpu')"),
         (DATA, {"memory_share": 0.2}, "data.backend = 'resident' (now 'cpu')"),
         (DATA, {"is_staged": False}, "--stage reads from the node's own disk"),
-        (HOST, {"settings": {"compile": False}}, "train.compile = true (now false)"),
+        (HOST, {"is_compiled": False}, "train.compile = true (now not compiled)"),
         (HOST, {"device": "cuda"}, "train.compile_mode = 'reduce-overhead' (now 'default')"),
         (HOST, {"memory_share": 0.8}, "train.batch_size = 288 (now 256, 128 per rank) shares the host's 50.0 ms"),
         (SENT, {"memory_share": 0.2}, "train.batch_size = 512 (now 256, 128 per rank) communicates"),
@@ -147,7 +145,7 @@ def test_16_bits_are_not_advised_where_the_device_is_slow_in_them():
 
 
 def test_every_line_has_a_number_and_a_size_that_a_batch_can_have():
-    other = {"precision": "off", "compile": False, "channels_last": False, "accumulation_steps": 5, "batch_size": 50}
+    other = {"precision": "off", "channels_last": False, "accumulation_steps": 5, "batch_size": 50}
     choices = {
         "shares": [{}, DATA, HOST, SENT],
         "device": ["cpu", "cuda"],
@@ -155,6 +153,7 @@ def test_every_line_has_a_number_and_a_size_that_a_batch_can_have():
         "settings": [{}, other],
         "hosts": [1, 2],
         "is_staged": [True, False],
+        "is_compiled": [True, False],
         "num_parameters": [1000, RESNET50],
     }
     for values in itertools.product(*choices.values()):
@@ -182,6 +181,10 @@ def test_settings_are_those_of_a_recipe():
 
 
 def test_settings_of_an_old_or_foreign_file():
-    recipe = {"train": {"bucket_mib": 50, "powersgd_rank": None, "compile": "<b>"}, "data": "x", "kfac": [1]}
+    recipe = {
+        "train": {"bucket_mib": 50, "powersgd_rank": None, "channels_last": "<b>"},
+        "data": "x",
+        "kfac": [1],
+    }
     assert read_settings(recipe) == RecipeSettings(bucket_mib=50)
     assert read_settings({}) == RecipeSettings()

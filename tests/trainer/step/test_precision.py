@@ -21,6 +21,22 @@ def test_precision():
     assert choose_precision("fp16", torch.device("cuda", 0)).dtype is torch.float16
 
 
+@pytest.mark.parametrize(
+    ("capability", "native", "can_scale", "name"),
+    [
+        ((8, 0), True, True, "bf16"),
+        ((7, 5), False, True, "fp16"),
+        ((7, 0), False, True, "fp16"),
+        ((7, 0), False, False, "off"),
+        ((6, 1), False, True, "off"),
+    ],
+)
+def test_auto_is_what_a_gpu_computes_fast(monkeypatch, capability, native, can_scale, name):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert choose_precision("auto", torch.device("cuda", 0), can_scale).name == name
+
+
 def test_autocast_is_in_force():
     layer, x = torch.nn.Linear(2, 2), torch.zeros(1, 2)
     for name, dtype in (("bf16", torch.bfloat16), ("off", torch.float32)):
