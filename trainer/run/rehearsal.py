@@ -49,14 +49,14 @@ def rehearse(job: Job) -> None:
 
 def why_not_compiled(job: Job) -> str:
     """Say why a network is not to be compiled; "" if it is."""
-    train, steps = job.recipe.train, job.recipe.train.epochs * job.steps_per_epoch
+    train = job.recipe.train
     if train.compile != "auto":
         return "" if train.compile else "train.compile = false"
     if job.world.device.type != "cuda":
         return "it trains on a processor"
     if job.preconditioner is not None:
         return "the hooks of K-FAC would cut it at every layer"
-    if steps < _COMPILED_FROM:
+    if (steps := train.epochs * job.steps_per_epoch) < _COMPILED_FROM:
         return f"in a run of {steps:,} steps, compiling would take longer than it saves"
     return ""
 
