@@ -11,6 +11,7 @@ from datapipe.loaders.cpu import holds_pixels_of_one_size, make_pixels_loader
 from datapipe.loaders.resize import crop_resize_flip, crop_resize_flip_batch
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment, train_crops
+from tests.device_counts import DeviceCounts
 
 
 def compare(images, boxes, flips, size):
@@ -75,3 +76,16 @@ def test_windows_of_every_shape_in_a_larger_image(flip):
                 wanted = torch.nn.functional.interpolate(planes, size=(side, side), mode="bilinear", antialias=True)[0]
                 wanted = (wanted.flip(-1) if flip else wanted).permute(1, 2, 0).round().numpy()
                 assert np.abs(out - wanted).max() <= 1, (side, width, height)
+
+
+@pytest.mark.parametrize(("num_images", "most_bytes", "most_launches"), [(256, 0.3e9, 120), (1024, 0.6e9, 480)])
+def test_what_cropping_a_batch_costs_a_device(num_images, most_bytes, most_launches):
+    """On tensors without content, so that the half precision of a GPU is counted."""
+    with DeviceCounts() as counts:
+        images = torch.empty(num_images, 256, 256, 3, dtype=torch.uint8, device="meta")
+        boxes = torch.empty(num_images, 4, dtype=torch.int32, device="meta")
+        flips = torch.empty(num_images, dtype=torch.bool, device="meta")
+        counts.clear()
+        assert crop_resize_flip_batch(images, boxes, flips, 224).shape == (num_images, 224, 224, 3)
+    assert counts.peak[""] <= most_bytes and counts.launches[""] <= most_launches
+    assert counts.bytes[""] <= 12e6 * num_images and not counts.waits[""]
