@@ -39,24 +39,30 @@ class EncodedImages(BatchSlots):
 
 
 class WindowCutter(Decoder[EncodedImages]):
-    """Cuts out what has to be decoded of each image."""
+    """Cuts out what has to be decoded of each image.
 
-    def __init__(self, options: LoaderOptions) -> None:
+    Args:
+        options: Options of the loader.
+        may_end_late: Whether the decoder takes JPEGs whose data do not end with the last row. Else it gets whole images
+            instead of such windows.
+    """
+
+    def __init__(self, options: LoaderOptions, may_end_late: bool = True) -> None:
         self.chunk = max(self.chunk, options.batch_size // options.num_threads())  # as cutting takes little time
-        self._library = choose_native().native
+        self._library, self._may_end_late = choose_native().native, may_end_late
         self._memory = WindowMemory()
 
     def put(self, slots: EncodedImages, chunk: ImageChunk) -> dict[str, float]:
         left, stage_s = list(range(len(chunk.slots))), {"read": 0.0, "window": 0.0}
         if self._library is not None:
-            left, stage_s = _cut_in_c(self._library, slots, chunk, self._memory)
+            left, stage_s = _cut_in_c(self._library, slots, chunk, self._memory, self._may_end_late)
         began = time.perf_counter()
         images = list(chunk.pending(left, slots))
         read = time.perf_counter()
         for image in images:
             slot = image.slot
             try:
-                data, box = _cut_window(image)
+                data, box = _cut_window(image, self._may_end_late)
             except ValueError as error:
                 chunk.bad[slot] = error
                 continue
@@ -70,7 +76,7 @@ class WindowCutter(Decoder[EncodedImages]):
 
 
 def _cut_in_c(
-    library: native.Native, slots: EncodedImages, chunk: ImageChunk, windows: WindowMemory
+    library: native.Native, slots: EncodedImages, chunk: ImageChunk, windows: WindowMemory, may_end_late: bool
 ) -> tuple[list[int], dict[str, float]]:
     """Cut windows without the interpreter's lock; return which images are left, and the seconds of each stage."""
     jobs = chunk.jobs
@@ -79,7 +85,7 @@ def _cut_in_c(
     starts = ends - sizes
     memory = windows.take(int(ends[-1]), slots)  # a window is at most as large as its image
     jobs["is_pixels"], jobs["out"] = False, memory.ctypes.data + starts
-    left, stage_s = do_jobs(chunk, partial(library.cut, jobs, slots.stop), native.CUT_STAGES)
+    left, stage_s = do_jobs(chunk, partial(library.cut, jobs, may_end_late, slots.stop), native.CUT_STAGES)
     cut_sizes, cut_boxes = jobs["size"].copy(), jobs["box"].copy()
     jobs["size"], jobs["box"] = sizes, boxes
     if slots.abandoned:  # some may not have been cut
@@ -93,7 +99,7 @@ def _cut_in_c(
     return left, stage_s
 
 
-def _cut_window(image: PendingImage) -> tuple[Buffer, Box]:
+def _cut_window(image: PendingImage, may_end_late: bool) -> tuple[Buffer, Box]:
     """Cut out what has to be decoded of a JPEG, and give the box in it; other images stay whole."""
     data, box = image.data, image.box
     if not is_jpeg(data):
@@ -101,4 +107,6 @@ def _cut_window(image: PendingImage) -> tuple[Buffer, Box]:
         check_size(header.width, header.height, image.size)
         return data, box
     window = cut(data, box, image.size)
+    if window.ends_late and not may_end_late:
+        return data, box
     return window.data, (box[0] - window.left, box[1] - window.top, box[2], box[3])

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..errors import SettingError
 
-VERSION = 2  # NATIVE_VERSION in native.h
+VERSION = 3  # NATIVE_VERSION in native.h
 VARIABLE = "DATAPIPE_NATIVE"
 REBUILD = "to build it, with a C compiler (cc): python -m pip install --no-deps -e CHECKOUT, the folder of this project"
 AVX2, NEON, PLAIN = "avx2", "neon", "plain"
@@ -103,7 +103,7 @@ class Native:
                     ctypes.c_int64,
                     [*[pointer] * 2, number, number, pointer, ctypes.c_int64, *[pointer] * 2],
                 ),
-                ("native_cut_chunk", number, [pointer, pointer, number, *[pointer] * 3]),
+                ("native_cut_chunk", number, [pointer, pointer, number, number, *[pointer] * 3]),
             ]
             for function, result, arguments in functions:
                 entry = getattr(library, function)
@@ -144,7 +144,9 @@ class Native:
         """
         return self._call(self._library.native_decode_chunk, jobs, [channels, size], abandoned, progress, spent_s)
 
-    def cut(self, jobs: np.ndarray, abandoned: np.ndarray, progress: np.ndarray, spent_s: np.ndarray) -> int:
+    def cut(
+        self, jobs: np.ndarray, may_end_late: bool, abandoned: np.ndarray, progress: np.ndarray, spent_s: np.ndarray
+    ) -> int:
         """Cut the windows of the jobs whose status is DONE, and set the status of those that fail.
 
         The bytes of each window are those of `images.window.cut`, and lie at `out`, which has room for `size` bytes.
@@ -152,12 +154,13 @@ class Native:
 
         Args:
             jobs: JOB[N], as for `decode`.
+            may_end_late: Whether windows may have data behind their last row; else images stay whole instead.
             abandoned, progress, spent_s: Arrays as for `decode`; the stages are CUT_STAGES.
 
         Returns:
             Number of jobs that are not DONE.
         """
-        return self._call(self._library.native_cut_chunk, jobs, [], abandoned, progress, spent_s)
+        return self._call(self._library.native_cut_chunk, jobs, [may_end_late], abandoned, progress, spent_s)
 
     def _call(self, function: Any, jobs: np.ndarray, numbers: list[int], *arrays: np.ndarray) -> int:
         """Call a function for a chunk with this thread's workspace."""

@@ -116,8 +116,9 @@ static bool read_job(const Job *job, Header *header)
            box->left <= FARTHEST && box->top >= -FARTHEST && box->top <= FARTHEST;
 }
 
-/* Write the window of a job's box; make the job's size and box those of the window. False for what is left to Python. */
-static bool cut(Memory *memory, Job *job)
+/* Write the window of a job's box; make the job's size and box those of the window. False for what is left to Python.
+ * Without usable restart markers, rows below the box stay in the data behind the window if that `may_end_late`. */
+static bool cut(Memory *memory, Job *job, bool may_end_late)
 {
     Header header;
     if (!read_job(job, &header))
@@ -151,22 +152,36 @@ static bool cut(Memory *memory, Job *job)
         }
     }
     memcpy(job->out, data, size);
-    write_short(job->out + header.frame_at + SIZE_AT, bottom);
+    if (may_end_late)
+        write_short(job->out + header.frame_at + SIZE_AT, bottom);
     return true;
+}
+
+static bool cut_timed(Workspace *workspace, Job *job, bool may_end_late, double *spent_s)
+{
+    double began = now();
+    bool is_done = cut(&workspace->pieces, job, may_end_late);
+    spent_s[WINDOW] += now() - began;
+    return is_done;
 }
 
 static bool cut_window(Workspace *workspace, Job *job, const Slot *slot, double *spent_s)
 {
     (void)slot;
-    double began = now();
-    bool is_done = cut(&workspace->pieces, job);
-    spent_s[WINDOW] += now() - began;
-    return is_done;
+    return cut_timed(workspace, job, true, spent_s);
 }
 
-/* Do as native_decode_chunk does, but write a window to `job->out`, with its size and the box in it to the job. */
-int native_cut_chunk(Workspace *workspace, Job *jobs, int count, const volatile uint8_t *is_abandoned,
-                     volatile Progress *progress, double *spent_s)
+static bool cut_pieces(Workspace *workspace, Job *job, const Slot *slot, double *spent_s)
 {
-    return do_jobs(workspace, jobs, count, cut_window, NULL, is_abandoned, progress, spent_s);
+    (void)slot;
+    return cut_timed(workspace, job, false, spent_s);
+}
+
+/* Do as native_decode_chunk does, but write a window to `job->out`, with its size and the box in it to the job. Unless
+ * it `may_end_late`, the whole image instead of a window whose data would not end with its last row. */
+int native_cut_chunk(Workspace *workspace, Job *jobs, int count, int may_end_late,
+                     const volatile uint8_t *is_abandoned, volatile Progress *progress, double *spent_s)
+{
+    Work *work = may_end_late ? cut_window : cut_pieces;
+    return do_jobs(workspace, jobs, count, work, NULL, is_abandoned, progress, spent_s);
 }

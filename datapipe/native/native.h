@@ -11,7 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define NATIVE_VERSION 2 /* of this interface and of the pixels: `VERSION` in __init__.py */
+#define NATIVE_VERSION 3 /* of this interface and of the pixels: `VERSION` in __init__.py */
 
 enum Status {
     DONE = 0,
@@ -73,8 +73,8 @@ EXPORTED Workspace *native_open(Hash *hash); /* NULL: no job has a checksum. Ret
 EXPORTED void native_close(Workspace *workspace);
 EXPORTED int native_decode_chunk(Workspace *workspace, Job *jobs, int count, int channels, int out_size,
                                  const volatile uint8_t *is_abandoned, volatile Progress *progress, double *spent_s);
-EXPORTED int native_cut_chunk(Workspace *workspace, Job *jobs, int count, const volatile uint8_t *is_abandoned,
-                              volatile Progress *progress, double *spent_s);
+EXPORTED int native_cut_chunk(Workspace *workspace, Job *jobs, int count, int may_end_late,
+                              const volatile uint8_t *is_abandoned, volatile Progress *progress, double *spent_s);
 
 /* Read files one behind the other into memory with room for so many bytes, and return how many there are. Those that
  * cannot be read, or do not fit, are left to Python, and so are all behind the one at which it `is_abandoned`: their

@@ -35,8 +35,8 @@ def cut_in_c(monkeypatch):
     counts = []
     cut = native.Native.cut
 
-    def counting(self, jobs, *arrays):
-        left = cut(self, jobs, *arrays)
+    def counting(self, jobs, *rest):
+        left = cut(self, jobs, *rest)
         counts.append(len(jobs) - left)
         return left
 
@@ -58,6 +58,16 @@ def mixed(tmp_path_factory, photo):
     return raw.parent / "packed" / "train"
 
 
+@pytest.fixture
+def folder_of_photographs(tmp_path, photo):
+    """Higher than wide, without restart markers: a crop of their middle needs no lower rows."""
+    (tmp_path / "raw" / "a").mkdir(parents=True)
+    for i in range(3):
+        Image.fromarray(photo(64, 200, i)).save(tmp_path / "raw" / "a" / f"{i}.jpg")
+    pack(tmp_path / "raw", tmp_path / "packed", PackOptions(workers=1, format="tar"))
+    return tmp_path / "packed" / "train"
+
+
 class Kept(Delivery[EncodedImages]):
     """The slots themselves."""
 
@@ -76,12 +86,14 @@ class Kept(Delivery[EncodedImages]):
     def drain(self): ...
 
 
-def batches(folder, **settings):
+def batches(folder, may_end_late=True, **settings):
     """Return the slots of an epoch, and the loader's count of bytes."""
     options = LoaderOptions(8, size=48, threads=2, last="pad", **settings)
     data_set = DataSet(folder, options.io)
     source = make_source(data_set, options)
-    loader = Engine(DataDescription.from_data_set(data_set), options, source, WindowCutter(options), Kept())
+    loader = Engine(
+        DataDescription.from_data_set(data_set), options, source, WindowCutter(options, may_end_late), Kept()
+    )
     try:
         slots = list(loader)
         assert {"read", "window"} <= loader.stages().keys()
@@ -105,6 +117,7 @@ def check_alike(ours, theirs):
         {"train": False},
         {"order": "blocks", "io": "mmap"},
         {"io": "direct", "augment": Augment("pad", pad=40)},
+        {"may_end_late": False},
     ],
     ids=str,
 )
@@ -116,6 +129,21 @@ def test_the_same_windows(mixed, without, cut_in_c, settings):
     check_alike(ours, theirs)
     assert read_bytes == their_bytes == DataSet(mixed).index["size"].sum()  # of the images, not of the windows
     assert sum(cut_in_c) == 6
+
+
+@pytest.mark.parametrize("in_c", [False, True])
+def test_a_window_whose_data_end_late_stays_a_whole_image(folder_of_photographs, without, in_c):
+    """For a decoder that may refuse it: without restart markers, rows below the crop would stay behind it."""
+    if not in_c:
+        without()
+    data_set = DataSet(folder_of_photographs)
+    for may_end_late in (True, False):
+        (slots, *_), _ = batches(folder_of_photographs, may_end_late, train=False)
+        stored = [data_set.read(i) for i in range(3)]
+        assert [data.tobytes() == whole for data, whole in zip(slots.data, stored, strict=False)] == [
+            not may_end_late
+        ] * 3
+        assert all(len(data) == len(whole) for data, whole in zip(slots.data, stored, strict=False))
 
 
 @pytest.mark.parametrize("format", ["hdf5", "lmdb"])

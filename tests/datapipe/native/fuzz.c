@@ -122,7 +122,7 @@ int main(int count, char **words)
             checksum = (checksum ^ job.out[k]) * 16777619;
         free(job.out);
         window.out = malloc(length ? length : 1);
-        if (!native_cut_chunk(workspace, &window, 1, &is_abandoned, &progress, spent_s)) {
+        if (!native_cut_chunk(workspace, &window, 1, draw(2), &is_abandoned, &progress, spent_s)) {
             cut++;
             smaller += window.size < (int64_t)length;
         }

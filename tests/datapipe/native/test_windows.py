@@ -21,7 +21,7 @@ from .test_pixels import CASE, REFUSED, SUBSAMPLINGS, Case, cases, encoded, pict
 ROOM = 64  # bytes behind a window, which stay as they are
 
 
-def windows(library, images):
+def windows(library, images, may_end_late=True):
     """Have the windows of (bytes, box, size) cut in one call: (bytes, box) of each; None for those that are left."""
     jobs = np.zeros(len(images), native.JOB)
     for job, (_, box, size) in zip(jobs, images, strict=True):
@@ -31,7 +31,7 @@ def windows(library, images):
     jobs["out"] = [out.ctypes.data for out in memory]
 
     def work(progress, spent_s):
-        return library.cut(jobs, np.zeros(1, np.uint8), progress, spent_s)
+        return library.cut(jobs, may_end_late, np.zeros(1, np.uint8), progress, spent_s)
 
     left, stage_s = do_jobs(chunk, work, native.CUT_STAGES)
     assert stage_s.keys() == {"read", "window"} and min(stage_s.values()) >= 0
@@ -43,21 +43,25 @@ def windows(library, images):
     ]
 
 
-def expected(data, box, size):
+def expected(data, box, size, may_end_late=True):
     """Return the same of Python; None for an image that is refused."""
     try:
         window = cut(data, box, size)
     except ValueError:
         return None
+    if window.ends_late and not may_end_late:
+        return data, tuple(box)
     return bytes(window.data), (box[0] - window.left, box[1] - window.top, *box[2:])
 
 
 def check(libraries, data, box, size):
     """Compare; return whether the library has cut the window."""
     for library in libraries:
+        (pieces,) = windows(library, [(data, box, size)], may_end_late=False)
         (found,) = windows(library, [(data, box, size)])
         if found is not None:
             assert found == expected(data, box, size)
+            assert pieces == expected(data, box, size, may_end_late=False)
     return found is not None
 
 
