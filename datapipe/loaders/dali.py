@@ -23,7 +23,7 @@ from ..images.codec import encode_png
 from .base import DataDescription, Loader
 from .batch import Batch
 from .cpu import make_source
-from .device import dali_extra, read_driver, resolve_device, to_device
+from .device import KeptForStream, dali_extra, read_driver, resolve_device, to_device
 from .engine import Delivery, Engine
 from .indexed import open_for_loader
 from .options import LoaderOptions
@@ -32,7 +32,13 @@ from .window_cutter import EncodedImages, WindowCutter
 if TYPE_CHECKING:
     from nvidia.dali import Pipeline
 
-_DEPTH = 2  # batches that DALI works on
+_DEPTH = 3  # batches that DALI works on: as long as a step, or two, may take to decode one
+# For a GPU to show otherwise: the share of images that its decoding engines get, which is DALI's default; and whether
+# nvJPEG takes JPEGs whose data do not end with the last row.
+HW_DECODER_LOAD = 0.65
+MAY_END_LATE_ON_GPU = False
+_USUAL = 0.99  # of the images are no larger than what memory is made ready for
+_INPUTS = ("data", 1, "UINT8"), ("start", 1, "INT32"), ("shape", 1, "INT32"), ("flip", 0, "INT32")  # name, ndim, type
 _DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder takes
 
 
@@ -42,7 +48,8 @@ def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = N
     with open_for_loader(path, options, local) as data_set:
         delivery = DaliDelivery(data_set, options)
         source, data = make_source(data_set, options), DataDescription.from_data_set(data_set)
-        return Engine(data, options, source, WindowCutter(options), delivery)
+        cutter = WindowCutter(options, MAY_END_LATE_ON_GPU or resolve_device(options.device).type == "cpu")
+        return Engine(data, options, source, cutter, delivery)
 
 
 class DaliDelivery(Delivery[EncodedImages]):
@@ -70,7 +77,10 @@ class DaliDelivery(Delivery[EncodedImages]):
         # Crops are as large as the output, and may reach beyond the image.
         manifest = data_set.manifest
         self._pads = options.train and options.augment_for(manifest.width, manifest.height).crop == "pad"
-        self._scheduled: deque[EncodedImages] = deque()
+        self._scheduled: deque[EncodedImages] = deque()  # DALI reads their memory, which it does not copy
+        self._decoding = KeptForStream()
+        index = data_set.index
+        self._usual_size = [int(np.quantile(index[side], _USUAL)) for side in ("width", "height")]
         self._pipelines: list[Pipeline] = []
         self._rebuild()
         # A pipeline that is still there when the interpreter shuts down aborts the process.
@@ -105,17 +115,21 @@ class DaliDelivery(Delivery[EncodedImages]):
             prefetch_queue_depth=1,  # DALI runs so many batches at first: it has one
         )
         with pipeline:
-            data = fn.external_source(name="data", ndim=1, dtype=DALIDataType.UINT8)
-            start, shape = (
-                fn.external_source(name=name, ndim=1, dtype=DALIDataType.INT32) for name in ("start", "shape")
+            data, start, shape, flip = (
+                fn.external_source(name=name, ndim=ndim, dtype=getattr(DALIDataType, dtype), no_copy=True)
+                for name, ndim, dtype in _INPUTS
             )
-            flip = fn.external_source(name="flip", ndim=0, dtype=DALIDataType.INT32)
             kind = DALIImageType.RGB if self._channels == 3 else DALIImageType.GRAY
             # Crops are those of the image as it is stored, which no other backend turns by its EXIF orientation.
             decoding: dict[str, Any] = {
                 "device": "mixed" if on_gpu else "cpu",
                 "output_type": kind,
                 "adjust_orientation": False,
+                # Those of a GPU. Chroma is interpolated as the cpu backend does it.
+                "jpeg_fancy_upsampling": True,
+                "hw_decoder_load": HW_DECODER_LOAD,
+                "preallocate_width_hint": self._usual_size[0],
+                "preallocate_height_hint": self._usual_size[1],
             }
             images: Any  # by DALI's stubs, fn.resize may return nothing
             if self._pads:
@@ -140,29 +154,31 @@ class DaliDelivery(Delivery[EncodedImages]):
 
     def begin(self, slots: EncodedImages) -> None:
         self._scheduled.append(slots)
-        for name, values in (("data", slots.data), ("start", slots.starts), ("shape", slots.shapes)):
+        inputs = slots.data, slots.starts, slots.shapes, slots.flips
+        for (name, _, _), values in zip(_INPUTS, inputs, strict=True):
             self._pipeline.feed_input(name, values)
-        self._pipeline.feed_input("flip", slots.flips)
         self._pipeline.schedule_run()
 
     def finish(self, slots: EncodedImages, engine: Engine[EncodedImages]) -> Batch:
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         began = time.perf_counter()
         try:
-            (images,) = self._pipeline.share_outputs()
+            (images,) = self._pipeline.share_outputs(cuda_stream=stream)  # which waits for them, and not the host
         except RuntimeError as error:
             self._restart_without_bad(slots, engine, error)
-            (images,) = self._pipeline.share_outputs()
-        self._scheduled.popleft()
+            (images,) = self._pipeline.share_outputs(cuda_stream=stream)
         engine.stage_s["decode"] += time.perf_counter() - began
         images = images.as_tensor()
-        if self._device.type == "cuda":
+        if stream is None:
+            images_BHWC = torch.from_numpy(np.array(images))  # a copy: DALI uses its memory again
+        else:
             shape = (len(slots.data), self._size, self._size, self._channels)
             images_BHWC = torch.empty(shape, dtype=torch.uint8, device=self._device)
-            feed_ndarray(images, images_BHWC, cuda_stream=torch.cuda.current_stream(self._device))
-        else:
-            images_BHWC = torch.from_numpy(np.array(images))  # a copy: DALI uses its memory again
+            feed_ndarray(images, images_BHWC, cuda_stream=stream)
+            self._decoding.keep(stream, slots)
+        self._scheduled.popleft()
         self._pipeline.release_outputs()
         if not slots.valid.all():
             images_BHWC[to_device(~slots.valid, self._device)] = 0
@@ -172,13 +188,14 @@ class DaliDelivery(Delivery[EncodedImages]):
     def drain(self) -> None:
         try:
             while self._scheduled and self._pipelines:
-                self._scheduled.popleft()
                 self._pipeline.share_outputs()
                 self._pipeline.release_outputs()
+                self._scheduled.popleft()
         except (RuntimeError, StopIteration):
             self._rebuild()
-        finally:
+        finally:  # DALI reads none of their memory any more
             self._scheduled.clear()
+            self._decoding.drain()
 
     def _restart_without_bad(self, slots: EncodedImages, engine: Engine[EncodedImages], error: Exception) -> None:
         """Continue without the bad images of a batch.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import fields
 from typing import TypeVar
 
@@ -11,6 +10,7 @@ import torch
 
 from .batch import Batch
 from .batch_slots import BatchMemory, ImageSlots
+from .device import KeptForStream
 from .engine import Delivery, Engine
 
 ImagesT = TypeVar("ImagesT", bound=ImageSlots)
@@ -30,7 +30,7 @@ class HostDelivery(Delivery[ImagesT]):
         self._shape, self._device = shape, None if device.type == "cpu" else device
         self._memory = BatchMemory(shape, pinned=self._device is not None)
         self._stream = None if self._device is None else torch.cuda.Stream(self._device)
-        self._on_device: deque[tuple[torch.cuda.Event, Batch]] = deque()
+        self._copying = KeptForStream()
 
     def set_size(self, size: int) -> None:
         batch_size, _, _, channels = self._shape
@@ -54,18 +54,13 @@ class HostDelivery(Delivery[ImagesT]):
         """Copy to the device without waiting, beside what it computes; the host's memory is kept until then."""
         with torch.cuda.stream(self._stream):
             delivered = batch.to(device)
-        event, current = torch.cuda.Event(), torch.cuda.current_stream(device)
-        event.record(self._stream)
-        current.wait_event(event)  # what is computed from now on, and not the host
+        assert self._stream is not None
+        current = torch.cuda.current_stream(device)
+        current.wait_event(self._copying.keep(self._stream, batch))  # what is computed from now on, and not the host
         for field in fields(delivered):
             getattr(delivered, field.name).record_stream(current)  # its memory is not given away before that
-        self._on_device.append((event, batch))
-        while self._on_device[0][0].query() and len(self._on_device) > 1:
-            self._on_device.popleft()
         return delivered
 
     def drain(self) -> None:
         """Wait until nothing is being copied: memory may be used again."""
-        for event, _ in self._on_device:
-            event.synchronize()
-        self._on_device.clear()
+        self._copying.drain()

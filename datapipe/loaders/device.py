@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,28 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to a GPU, from pinned memory, without waiting for what it computes; on the CPU share its memory."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class KeptForStream:
+    """Keeps what the work on a GPU's stream reads until that is done, without waiting for it."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[torch.cuda.Event, object]] = deque()
+
+    def keep(self, stream: torch.cuda.Stream, thing: object) -> torch.cuda.Event:
+        """Keep something until the stream has done what it has been given so far; return the event of that."""
+        event = torch.cuda.Event()
+        event.record(stream)
+        self._kept.append((event, thing))
+        while self._kept[0][0].query() and len(self._kept) > 1:
+            self._kept.popleft()
+        return event
+
+    def drain(self) -> None:
+        """Wait until the streams are done with all of it."""
+        for event, _ in self._kept:
+            event.synchronize()
+        self._kept.clear()
 
 
 def normalise(
