@@ -25,6 +25,8 @@ from ..sampling.order import KeyedPermutation, epoch_order, num_steps, slice_pos
 from .batch import NOT_PICKLED, Batch, TupleLoader
 from .options import LoaderOptions
 
+Order = np.ndarray | KeyedPermutation  # the sample at each position of an epoch
+
 
 class Place(TypedDict, total=False):
     """Where an error is: what DatapipeError takes beside its message."""
@@ -269,7 +271,7 @@ class Loader(ABC):
         """Return the positions of this rank's slice of a global batch, int64[batch_size]."""
         return slice_positions(step, self.options.batch_size, self.options.rank, self.options.world_size)
 
-    def full_order(self, epoch: int) -> np.ndarray | KeyedPermutation:
+    def full_order(self, epoch: int) -> Order:
         """Return the sample at each position of an epoch: shuffled in training, else one behind the other."""
         if not self.options.train:
             return np.arange(self.num_samples)
