@@ -41,6 +41,7 @@ def test_the_test_that_finds_it_is_there():
 
 def test_there_are_enough_and_few_are_slow():
     assert len(ENTRIES) >= FEWEST
+    assert all({"file", "old", "new", "breaks", "test"} == entry.keys() - {"slow"} for entry in ENTRIES)
     assert sum(entry.get("slow", False) for entry in ENTRIES) <= MOST_SLOW
     assert len({(entry["file"], entry["old"]) for entry in ENTRIES}) == len(ENTRIES)
     assert {entry["file"].partition("/")[0] for entry in ENTRIES} == {"datapipe", "trainer"}

@@ -49,7 +49,8 @@ class WindowCutter(Decoder[EncodedImages]):
 
     def __init__(self, options: LoaderOptions, may_end_late: bool = True) -> None:
         self.chunk = max(self.chunk, options.batch_size // options.num_threads())  # as cutting takes little time
-        self._library, self._may_end_late = choose_native().native, may_end_late
+        self._library = choose_native().native
+        self._may_end_late = may_end_late
         self._memory = WindowMemory()
 
     def put(self, slots: EncodedImages, chunk: ImageChunk) -> dict[str, float]:

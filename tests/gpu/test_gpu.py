@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from datapipe.loaders.delivery import HostDelivery
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment
 from tests.ports import free_ports
+from tests.processes import Ranks, clean_environment
 from trainer.step.mixing import MixedBatch, mix
 
 HAVE_GPU = torch.cuda.is_available()
@@ -219,6 +221,16 @@ def test_training_reaches_a_target(sample, tmp_path, place, precision):
     assert sum(sections.values()) == pytest.approx(lines[-1]["elapsed_s"], rel=0.05)
     again = subprocess.run([*command, "--resume"], capture_output=True, text=True)
     assert again.returncode == 0 and "accuracy" in again.stdout
+
+
+@pytest.mark.ranks
+def test_two_ranks_share_a_device(server, device):
+    """Gradients, also in bfloat16, K-FAC with gradients at their owners, and states that are continued from."""
+    world = clean_environment(MASTER_ADDR="localhost", MASTER_PORT=str(free_ports()), WORLD_SIZE="2")
+    program = Path(__file__).with_name("two_ranks.py")
+    ranks = Ranks([server.start(program, f"{device.type}", env=world | {"RANK": str(rank)}) for rank in range(2)])
+    _, errors = ranks.communicate(timeout=300)
+    assert ranks.returncode == 0, errors[-3000:]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs here, and NCCL gives each rank one of its own")

@@ -6,13 +6,13 @@ nothing is sent. See assignment.py for rows, columns and owners.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from itertools import accumulate, chain, pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,11 @@ from torch import Tensor
 from .assignment import Grid
 from .symmetric import pack_triangle, packed_shape, unpack_triangle
 
-BUCKET_BYTES = 4 << 20  # factors for one owner that are sent at once
+# As torch 2.13 calls them, which warns of the other names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Deliver = Callable[[Tensor, Tensor], None]  # takes, of a sum, what is this rank's and what is for all ranks
 
 
 class Message(NamedTuple):
@@ -31,11 +35,47 @@ class Message(NamedTuple):
     symmetric: bool = False
 
 
+class LayerFactors(NamedTuple):
+    """A layer's factors, with the same shapes on all ranks.
+
+    Attributes:
+        messages: The factors, which become averages on the ranks that they are for.
+        owner: The rank that gets the averages; None for all ranks.
+        is_used: Whether this rank has used the layer. If not, its factors do not count.
+    """
+
+    messages: Sequence[Message]
+    owner: int | None
+    is_used: bool
+
+
+class PartialSum(NamedTuple):
+    """A sum over the ranks, of which each has an equal piece.
+
+    Attributes:
+        piece: This rank's piece.
+        sizes: Elements for each rank, one behind the other, and last those for all ranks.
+        deliver: Function that takes them.
+        work: The collective that makes the piece.
+        flat: All pieces of this rank's own tensors, which the collective reads.
+    """
+
+    piece: Tensor
+    sizes: list[int]
+    deliver: Deliver
+    work: dist.Work
+    flat: Tensor
+
+
 class Communicator:
     """The collectives of K-FAC, over all ranks of the default process group.
 
-    They run in process groups of their own: in one group all ranks must issue collectives in the same order, and DDP
-    issues its own in between. Every rank must make the same calls in the same order.
+    They run in process groups of their own. All are begun in `KFAC.step`, when DDP's are over, in the same order on
+    every rank, whatever layers it has used: of NCCL's, two that ranks begin in different orders wait for each other.
+
+    Layers' tensors are of unequal size, and so are those of ranks. Collectives take equal pieces, of which each rank
+    handles one: sums come in pieces, which then go to the owners, and what owners have for others goes in pieces to
+    one rank each, and then to all. That makes two collectives for any number of layers.
 
     Attributes:
         bytes_sent: Bytes that this rank has given to collectives, by kind: "factors" (to reduce), "solutions" and
@@ -47,8 +87,6 @@ class Communicator:
         self.rank = dist.get_rank() if self.world_size > 1 else 0
         self.column = self.rank % grid.num_columns
         self.bytes_sent: Counter[str] = Counter()
-        self._buckets: dict[int | None, list[tuple[Tensor, Sequence[Message]]]] = {}  # to send, by owner
-        self._reducing: list[tuple[dist.Work, Tensor, list[Sequence[Message]]]] = []
         self._all: dist.ProcessGroup | None = None
         self._row: dist.ProcessGroup | None = None
         self._column: dist.ProcessGroup | None = None
@@ -61,47 +99,78 @@ class Communicator:
                 columns = [dist.new_group(grid.grad_workers(column), timeout) for column in range(grid.num_columns)]
                 self._row, self._column = rows[self.rank // grid.num_columns], columns[self.column]
 
-    def start_reducing(self, messages: Sequence[Message], owner: int | None, is_used: bool) -> None:
-        """Start to average a layer's factors, in the background, over the ranks that have used the layer.
-
-        They are sent together with the next ones for the same owner, as soon as there are enough.
+    def begin_sum(
+        self, parts: Mapping[int | None, Sequence[Tensor]], deliver: Deliver, group: dist.ProcessGroup | None = None
+    ) -> PartialSum:
+        """Begin to add tensors up over the ranks. Each rank gets an equal piece of all, by one collective.
 
         Args:
-            messages: The factors, with the same shapes on all ranks.
-            owner: The rank that gets the averages; None for all ranks.
-            is_used: Whether this rank has used the layer. If not, its factors do not count.
+            parts: Tensors by the rank that is to have their sums, or None for all ranks; of the same shapes on all.
+            deliver: Function that `finish_sums` calls.
+            group: Process group of all ranks.
+
+        Returns:
+            The pieces, for `finish_sums`.
         """
-        # They are followed by a 1, or by a 0 if they do not count.
-        number = Message(messages[0].tensor.new_full((1,), float(is_used)))
-        bucket = self._buckets.setdefault(owner, [])
-        bucket.append((flatten_messages([*messages, number]), messages))
-        if sum(flat.nbytes for flat, _ in bucket) >= BUCKET_BYTES:
-            self._reduce(owner)
+        order = [*range(self.world_size), None]
+        tensors = [tensor.reshape(-1) for rank in order for tensor in parts.get(rank, ())]
+        sizes = [sum(tensor.numel() for tensor in parts.get(rank, ())) for rank in order]
+        length = -(-sum(sizes) // self.world_size)
+        flat = torch.cat([*tensors, tensors[0].new_zeros(length * self.world_size - sum(sizes))])
+        piece = flat.new_empty(length)
+        work = _reduce_scatter(piece, flat, group=group or self._all, async_op=True)
+        return PartialSum(piece, sizes, deliver, work, flat)
 
-    def _reduce(self, owner: int | None) -> None:
-        bucket = self._buckets.pop(owner)
-        flat, layers = torch.cat([flat for flat, _ in bucket]), [messages for _, messages in bucket]
-        self.bytes_sent["factors"] += flat.nbytes
-        if owner is None:
-            work = dist.all_reduce(flat, group=self._all, async_op=True)
-        else:
-            work = dist.reduce(flat, owner, group=self._all, async_op=True)
-        self._reducing.append((work, flat, layers if owner in (None, self.rank) else []))
+    def finish_sums(self, sums: Sequence[PartialSum]) -> None:
+        """Send the pieces of sums to the ranks that are to have them, by one collective for all sums of a type.
 
-    def finish_reducing(self) -> None:
-        """Wait for the averages, which are then in the tensors of the messages, on the ranks that they are for.
+        Each sum's `deliver` gets what is this rank's, and what is for all, as flat as it was laid out.
+        """
+        for dtype in dict.fromkeys(some.piece.dtype for some in sums):
+            self._finish_sums([some for some in sums if some.piece.dtype == dtype])
+
+    def _finish_sums(self, sums: list[PartialSum]) -> None:
+        ranks, outgoing, incoming = range(self.world_size), [], []
+        for some in sums:
+            some.work.wait()  # on a GPU the stream waits, not the host
+            length = len(some.piece)
+            in_piece = cut_range(some.sizes, self.rank * length, (self.rank + 1) * length)
+            outgoing.append([[some.piece[in_piece[rank]], some.piece[in_piece[-1]]] for rank in ranks])
+            ends = [*accumulate(some.sizes, initial=0)]
+            places = (ends[self.rank], ends[self.rank + 1]), (ends[-2], ends[-1])
+            incoming += [cut_range([length] * self.world_size, *place) for place in places]
+        sent = [[part for some in outgoing for part in some[rank]] for rank in ranks]
+        sizes = [[_length(parts[rank]) for parts in incoming] for rank in ranks]
+        received = sums[0].piece.new_empty(sum(map(sum, sizes)))
+        given = [sum(map(len, parts)) for parts in sent]
+        dist.all_to_all_single(received, torch.cat([*chain(*sent)]), [*map(sum, sizes)], given, group=self._all)
+        parts = received.split([*chain(*sizes)])  # type: ignore[no-untyped-call]
+        columns = [torch.cat(parts[number :: 2 * len(sums)]) for number in range(2 * len(sums))]
+        for number, some in enumerate(sums):
+            some.deliver(columns[2 * number], columns[2 * number + 1])
+
+    def sum_factors(self, layers: Sequence[LayerFactors]) -> PartialSum:
+        """Begin to average factors of layers over the ranks that have used them. `finish_sums` finishes it.
 
         They are not a number where no rank has used the layer.
         """
-        for owner in list(self._buckets):
-            self._reduce(owner)
-        for work, flat, layers in self._reducing:
-            work.wait()
-            for messages in layers:
-                size = sum(map(_num_elements, messages))
-                unflatten_messages(flat[:size] / flat[size], messages)
-                flat = flat[size + 1 :]
-        self._reducing.clear()
+        by_owner: dict[int | None, list[Sequence[Message]]] = {}
+        parts: dict[int | None, list[Tensor]] = {}
+        for layer in layers:
+            # They are followed by a 1, or by a 0 if they do not count.
+            number = Message(layer.messages[0].tensor.new_full((1,), float(layer.is_used)))
+            by_owner.setdefault(layer.owner, []).append(layer.messages)
+            parts.setdefault(layer.owner, []).append(flatten_messages([*layer.messages, number]))
+
+        def deliver(own: Tensor, shared: Tensor) -> None:
+            for owner, flat in ((self.rank, own), (None, shared)):
+                for messages in by_owner.get(owner, ()):
+                    size = sum(map(_num_elements, messages))
+                    unflatten_messages(flat[:size] / flat[size], messages)
+                    flat = flat[size + 1 :]
+
+        self.bytes_sent["factors"] += sum(flat.nbytes for flats in parts.values() for flat in flats)
+        return self.begin_sum(parts, deliver)
 
     def maximum(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """Return the element-wise maximum over all ranks."""
@@ -120,52 +189,62 @@ class Communicator:
 
     def send_solutions(self, by_owner: Mapping[int, Sequence[Message]]) -> None:
         """Send each owner's solutions to the ranks of its column, in place; all owners are of this rank's column."""
-        self._broadcast(by_owner, self._column, "solutions", self.grid.num_rows)
+        self._spread(by_owner, self.grid.grad_workers(self.column), self._column, "solutions")
 
     def send_gradients(self, by_column: Mapping[int, Sequence[Message]]) -> None:
         """Send the gradients of each column, from its rank in this row to the others of the row, in place."""
         first = self.rank - self.column
         by_rank = {first + column: messages for column, messages in by_column.items()}
-        self._broadcast(by_rank, self._row, "gradients", self.grid.num_columns)
+        self._spread(by_rank, self.grid.grad_receivers(self.rank), self._row, "gradients")
 
-    def _broadcast(
-        self, by_rank: Mapping[int, Sequence[Message]], group: dist.ProcessGroup | None, kind: str, group_size: int
+    def _spread(
+        self, by_rank: Mapping[int, Sequence[Message]], members: list[int], group: dist.ProcessGroup | None, kind: str
     ) -> None:
-        if group_size == 1:
+        """Send what each member of a group has to all others: first in equal pieces to one each, then from all to all.
+
+        So each rank sends as much as any other, and there are two collectives, whatever the layers' sizes.
+        """
+        everything = [message for rank in members for message in by_rank.get(rank, ())]
+        if len(members) == 1:
             return
-        sent = []
-        for rank, messages in sorted(by_rank.items()):
-            for dtype in dict.fromkeys(message.tensor.dtype for message in messages):
-                same_dtype = [message for message in messages if message.tensor.dtype == dtype]
-                flat = flatten_messages(same_dtype)
-                if rank == self.rank:
-                    self.bytes_sent[kind] += flat.nbytes
-                sent.append((dist.broadcast(flat, rank, group=group, async_op=True), flat, same_dtype, rank))
-        for work, flat, messages, rank in sent:
-            work.wait()
-            if rank != self.rank:
-                unflatten_messages(flat, messages)
+        for dtype in dict.fromkeys(message.tensor.dtype for message in everything):
+            of_members = [[m for m in by_rank.get(rank, ()) if m.tensor.dtype == dtype] for rank in members]
+            sizes, own = [sum(map(_num_elements, messages)) for messages in of_members], members.index(self.rank)
+            length = -(-sum(sizes) // len(members))
+            flat = next(m.tensor for m in everything if m.tensor.dtype == dtype).new_empty(length * len(members))
+            piece, mine = torch.empty_like(flat[:length]), flatten_messages(of_members[own]) if sizes[own] else flat[:0]
+            self.bytes_sent[kind] += mine.nbytes
+            received = [*map(_length, cut_range(sizes, own * length, (own + 1) * length))]
+            start = sum(sizes[:own])
+            given = [*map(_length, cut_range([length] * len(members), start, start + sizes[own]))]
+            dist.all_to_all_single(piece[: sum(received)], mine, received, given, group=group)
+            _all_gather(flat, piece, group=group)
+            parts = flat.split([*sizes, len(flat) - sum(sizes)])  # type: ignore[no-untyped-call]
+            for rank, messages, part in zip(members, of_members, parts, strict=False):
+                if rank != self.rank:
+                    unflatten_messages(part, messages)
 
 
-@contextmanager
-def raise_on_all_ranks() -> Iterator[None]:
-    """Raise on all ranks what one rank raises in the block, ValueError or TypeError: the others would wait for it."""
-    error = None
-    try:
-        yield
-    except (TypeError, ValueError) as caught:
-        error = caught
-    messages = _gather(None if error is None else str(error))
-    if error is not None:
-        raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise ValueError(f"rank {rank}: {message}")
+def cut_range(sizes: Sequence[int], start: int, stop: int) -> list[slice]:
+    """Return which part of a range lies in each of some sections that follow each other from 0 on.
+
+    Args:
+        sizes: Elements of each section.
+        start: First element of the range.
+        stop: The element behind its last.
+
+    Returns:
+        The part in each section, counted from `start`. Of ten elements, 3 to 6 lie in two of three sections:
+
+        >>> cut_range([4, 4, 2], 3, 7)
+        [slice(0, 1, None), slice(1, 4, None), slice(4, 4, None)]
+    """
+    ends = [min(max(end, start), stop) - start for end in accumulate(sizes, initial=0)]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
-def num_ranks() -> int:
-    """Return the number of ranks: 1 where torch.distributed is not in use."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
 
 
 def _timeout_of_default_group() -> timedelta | None:
@@ -175,32 +254,6 @@ def _timeout_of_default_group() -> timedelta | None:
     with suppress(AttributeError, RuntimeError):
         return group._get_backend(group._device_types[0]).options._timeout
     return None
-
-
-def _gather(value: object) -> list[Any]:
-    """Return the values of all ranks, which JSON can hold."""
-    if num_ranks() == 1:
-        return [value]
-    # As all_gather_object does, which would unpickle what others send: that may run code.
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks())]
-    dist.all_gather(sizes, torch.tensor([len(own)], device=device))
-    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device=device)
-    padded[: len(own)] = own
-    everyones = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(everyones, padded)
-    return [json.loads(bytes(its[: int(size)].cpu().numpy())) for its, size in zip(everyones, sizes, strict=True)]
-
-
-def require_same(values: Mapping[str, object]) -> None:
-    """Raise ValueError on every rank where the values are not the same on all ranks."""
-    by_rank = _gather({name: str(value) for name, value in values.items()})
-    for rank, others in enumerate(by_rank):
-        for name in by_rank[0] | others:
-            first, other = by_rank[0].get(name), others.get(name)
-            if first != other:
-                raise ValueError(f"{name}: {first} on rank 0, and {other} on rank {rank}; ranks must have the same")
 
 
 def flatten_messages(messages: Sequence[Message]) -> Tensor:

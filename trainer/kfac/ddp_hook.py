@@ -60,48 +60,43 @@ def _reduce(
 ) -> torch.futures.Future[Tensor]:
     """Reduce a bucket's gradients to their owners, and those without an owner to all ranks.
 
-    If the preconditioner's `gradients_at_owners` is False, it has been removed, and no parameter has an owner. The
+    Each rank gets an equal piece of each bucket; with the last bucket, the pieces of all go to the owners.
+
+    If the preconditioner's `gradients_at_owners` is False, it has been removed, and DDP's all-reduce is left. The
     future is that of the bucket's buffer.
     """
     communicator = preconditioner.communicator
-    if preconditioner.gradients_at_owners:
-        _note_first_reduction(bucket, preconditioner)
-    else:
-        owners = {}
     buffer = bucket.buffer().div_(communicator.world_size)
     communicator.bytes_sent["reduced"] += buffer.nbytes
+    if not preconditioner.gradients_at_owners:
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        reduction: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return reduction
+    _refuse_second_reduction(bucket, preconditioner)
     by_owner: dict[int | None, list[Tensor]] = {}
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         by_owner.setdefault(owners.get(parameter), []).append(gradient)
-    reducing = []
-    for owner, gradients in by_owner.items():
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        if owner is None:
-            work = dist.all_reduce(flat, group=group, async_op=True)
-        else:
-            work = dist.reduce(flat, owner, group=group, async_op=True)
-        reducing.append((work, flat, gradients if owner in (None, communicator.rank) else []))
 
-    def finish(last: torch.futures.Future[Tensor]) -> Tensor:
-        last.value()  # raises the error, if there was one
-        for work, _, _ in reducing[:-1]:
-            work.wait()  # on a GPU the stream waits, not the host
-        for _, flat, gradients in reducing:
-            if flat.is_cuda:
-                flat.record_stream(torch.cuda.current_stream())  # another one than that of the backward pass
-            unflatten_messages(flat, [Message(gradient) for gradient in gradients])
-        return buffer
+    def deliver(own: Tensor, shared: Tensor) -> None:
+        for owner, flat in ((communicator.rank, own), (None, shared)):
+            if owner in by_owner:
+                unflatten_messages(flat, [*map(Message, by_owner[owner])])
 
-    # Not torch.futures.collect_all: what follows that waits for no stream, and NCCL's works end when they are queued.
-    future: torch.futures.Future[Tensor] = reducing[-1][0].get_future().then(finish)
-    return future
+    reduced = preconditioner.reduced
+    reduced[bucket.index()] = communicator.begin_sum(by_owner, deliver, group)
+    if bucket.is_last():
+        communicator.finish_sums([some for some in reduced.values() if some is not None])
+        reduced |= dict.fromkeys(reduced)  # whose memory is free again
+    # What follows in this stream follows the last bucket.
+    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    done.set_result(buffer)
+    return done
 
 
-def _note_first_reduction(bucket: dist.GradBucket, preconditioner: KFAC) -> None:
+def _refuse_second_reduction(bucket: dist.GradBucket, preconditioner: KFAC) -> None:
     if bucket.index() in preconditioner.reduced:
         raise RuntimeError(
             "reduce_to_owners: gradients are reduced a second time since step(), to which ranks had added parts of "
             "sums: of several micro-batches all but the last are under no_sync(), and discard() comes after a backward "
             "pass that no step() follows"
         )
-    preconditioner.reduced.add(bucket.index())

@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from .agreement import num_ranks, raise_on_all_ranks, require_same
 from .assignment import Assignment, Grid, assign_layers, make_grid
-from .communication import Communicator, num_ranks, raise_on_all_ranks, require_same
+from .communication import Communicator, PartialSum
 from .curvature_block import CurvatureBlock, layer_cost, merge_state_dicts
 from .layers import Layer, Norm
 from .registration import register_layers, unwrap
@@ -44,7 +45,7 @@ class KFAC:
         blocks: The layers' factors and solutions, by name.
         gradients_at_owners: Whether `reduce_to_owners` is active: between backward() and `step` only a layer's owner
             has its whole gradient.
-        reduced: Indices of the DDP buckets that have been reduced to owners in this step.
+        reduced: DDP's buckets in this step, by their index: what is being reduced, or None once that is done.
     """
 
     # So that a misspelt setting is an AttributeError, and does not silently become a new attribute.
@@ -94,7 +95,7 @@ class KFAC:
         self.blocks = self._make_blocks(layers)
         self._updates = Updates(self.blocks, self.communicator, self.settings, self._checks)
         self.gradients_at_owners = False
-        self.reduced: set[int] = set()
+        self.reduced: dict[int, PartialSum | None] = {}
         self._is_removed = False
         self._cosines: dict[str, Tensor] = {}
         self._clipped: Tensor | int = 0  # on the device, once there was a clip
@@ -145,7 +146,6 @@ class KFAC:
 
         Call it after a backward pass that no step follows, such as that of another loss.
         """
-        self._updates.send_rest()
         for block in self.blocks.values():
             block.discard()
         self._begin_step(self.settings.factor_update_steps)
@@ -231,7 +231,6 @@ class KFAC:
 
         Call it before another preconditioner is built for the model.
         """
-        self._updates.send_rest()
         for block in self.blocks.values():
             block.hook.remove()
         self._is_removed, self.gradients_at_owners = True, False

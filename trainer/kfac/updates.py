@@ -5,14 +5,14 @@ Gradients are preconditioned by the ranks that have the solutions, sent to the o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .communication import Communicator, Message
+from .communication import Communicator, LayerFactors, Message
 from .curvature_block import CurvatureBlock, layer_cost
 from .schedule import StaggeredSchedule
 from .settings import KL_CLIP_PER_SAMPLE, KFACSettings
@@ -38,7 +38,6 @@ class Updates:
         self._blocks, self._communicator, self._checks = blocks, communicator, checks
         self._settings = settings  # as they were at first: those that may change come with each call
         self.every, self.batch_size = settings.factor_update_steps, 0
-        self._unsent: list[str] = []  # layers of this step, in the order in which their factors are sent
         self._complete: set[str] = set()  # layers whose micro-batches are all there
         for name, block in blocks.items():
             block.hook.on_complete = partial(self._end_micro_batch, name)
@@ -74,14 +73,10 @@ class Updates:
         for name, block in self._blocks.items():
             is_here = block.is_owner or not (self._settings.local_factors and block.has_factors)
             block.hook.begin_step(is_here and self.factor_schedule.is_turn(name, step, every))
-        self._unsent = [name for name in reversed(self._blocks) if self._blocks[name].hook.is_active]
         self._complete.clear()
 
     def _end_micro_batch(self, name: str, num_micro_batches: int) -> None:
-        """Send a layer's factors if this was the last micro-batch. The hooks call it in the backward pass.
-
-        Every rank sends in the same order: the one in which a backward pass most often reaches the layers.
-        """
+        """Take a layer's factors if this was the last micro-batch. The hooks call it in the backward pass."""
         block = self._blocks[name]
         if name in self._complete:
             self._checks.warn(MORE_MICRO_BATCHES, [str(self._settings.accumulation_steps)])
@@ -89,28 +84,17 @@ class Updates:
         elif num_micro_batches == self._settings.accumulation_steps:
             block.begin_update()
             self._complete.add(name)
-            while self._unsent and self._unsent[0] in self._complete:
-                self._send(self._blocks[self._unsent.pop(0)])
-
-    def _send(self, block: CurvatureBlock) -> None:
-        if self._communicator.world_size > 1 and (block.is_norm or not self._settings.local_factors):
-            is_used = bool(block.new)
-            owner = None if block.is_norm else block.assignment.owner
-            self._communicator.start_reducing(block.factor_messages(), owner, is_used)
-
-    def send_rest(self) -> None:
-        """Send what the backward pass has not sent, as every rank sends the same, and wait for all of it."""
-        for name in self._unsent:
-            if name not in self._complete:  # micro-batches are missing
-                self._blocks[name].begin_update()
-            self._send(self._blocks[name])
-        self._unsent = []
-        self._communicator.finish_reducing()
 
     def average(self, factor_decay: float) -> None:
-        """Average the factors of this step in, after its last backward pass."""
-        self.send_rest()
+        """Average the factors of this step in, after its last backward pass.
+
+        Only now are they sent, by all ranks in the same order, whatever layers a rank has used, and in whatever order.
+        """
         active = [block for block in self._blocks.values() if block.hook.is_active]
+        for name, block in self._blocks.items():
+            if block.hook.is_active and name not in self._complete:  # micro-batches are missing
+                block.begin_update()
+        self._average_over_ranks(active)
         first_used = [block for block in active if not block.has_factors]
         if first_used:
             sizes = [max(block.hook.batch_size for block in first_used), *(block.num_rows for block in first_used)]
@@ -123,6 +107,15 @@ class Updates:
             block.end_update(factor_decay)
         if active:
             self._checks.warn_of_new_parameters()
+
+    def _average_over_ranks(self, active: Iterable[CurvatureBlock]) -> None:
+        sent = []
+        for block in active if self._communicator.world_size > 1 else ():
+            if block.is_norm or not self._settings.local_factors:
+                is_used, owner = bool(block.new), None if block.is_norm else block.assignment.owner
+                sent.append(LayerFactors(block.factor_messages(), owner, is_used))
+        if sent:
+            self._communicator.finish_sums([self._communicator.sum_factors(sent)])
 
     def solve(self, step: int, settings: KFACSettings) -> None:
         """Compute the solutions that are due in a step, and send them down the columns."""

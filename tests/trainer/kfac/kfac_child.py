@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.cluster import rank_placement
-from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, communication, reduce_to_owners
+from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
 from trainer.ranks.connection import connected, leave
 
 BATCH, STEPS, SAVED_AT, BROKEN_AT = 24, 4, 2, 2  # factors change in steps 0 and 2, solutions in 0 and 3
@@ -24,7 +24,7 @@ SETTINGS = {"damping": 0.1, "factor_update_steps": 2, "inv_update_steps": 3, "lr
 QUICK = {f"{kind} {fraction}" for kind in ("eigen", "eigen-bytes") for fraction in ("0.25", "0.50", "1.00")}
 QUICK |= {"cholesky 0.50", "cholesky-bytes 0.50", "eigen 0.50 accumulated", "eigen-bfloat16-bytes 0.50"}
 QUICK |= {"uncorrelated-bytes 0.50", "eigen owners", "eigen owners, accumulated", "eigen resumed from one rank"}
-QUICK |= {"eigen in the background", "broken", "adaptive, owners", "ekfac-local", "local"}
+QUICK |= {"broken", "adaptive, owners", "ekfac-local", "local"}
 EVERY_STEP = {"factor_update_steps": 1, "inv_update_steps": 1, "steps": 2}
 
 
@@ -69,7 +69,6 @@ def train(
     adaptive: bool = False,
     compiled: bool = False,
     broken: bool = False,
-    in_the_background: bool = False,
     dtype: torch.dtype = torch.float64,
     steps: int = STEPS,
     kind: type[KFAC] = KFAC,
@@ -78,7 +77,7 @@ def train(
     """Train, and return what was learnt.
 
     `resumed`: at SAVED_AT, from the states of all ranks, or `states`. `broken`: one sample of a step is not finite,
-    and the optimizer leaves that step out. `in_the_background`: factors are on their way before `step`.
+    and the optimizer leaves that step out.
     """
     module = network(dtype)
     model = DistributedDataParallel(module) if world_size > 1 else module
@@ -112,8 +111,6 @@ def train(
                 loss = loss + part_loss.detach()
         if adaptive:
             rule.begin(loss)
-        if in_the_background and step == 0:
-            assert bool(preconditioner.communicator._reducing) == (world_size > 1)
         preconditioner.step()
         if not (broken and step == BROKEN_AT):
             optimizer.step()
@@ -159,7 +156,6 @@ def ways(P: int, alone: dict | None) -> dict[str, dict]:
         "eigen resumed": {"resumed": True, **least},
         "eigen resumed from one rank": {"resumed": True, **least, "states": alone and alone["eigen resumed"]["saved"]},
         "eigen compiled": {"compiled": True, **twice},
-        "eigen in the background": {"in_the_background": True, **least},
         "broken 1.00": {"broken": True},
         "broken": {"broken": True, **least},
         "adaptive 1.00": {"adaptive": True},
@@ -178,7 +174,6 @@ if __name__ == "__main__":
         for way, options in ways(P, torch.load(path_alone, weights_only=True)).items():
             if way not in QUICK if which == "quick" else way == "eigen compiled" and P > 2:
                 continue
-            communication.BUCKET_BYTES = 1 if way == "eigen in the background" else 4 << 20
             found[way] = train(world.rank, P, **options)
         for way, result in found.items():  # the same to the bit on all ranks
             weights = torch.cat([value.flatten() for value in result["weights"].values()])

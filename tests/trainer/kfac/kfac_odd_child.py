@@ -5,6 +5,7 @@ Arguments: file to write.
 
 import os
 import sys
+from itertools import permutations
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from datapipe.cluster import rank_placement
 from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
@@ -48,6 +51,43 @@ def a_factor(preconditioner: KFAC, name: str) -> torch.Tensor:
     a = mine[0][0].clone() if mine else torch.zeros(5, 5, dtype=torch.float64)
     dist.all_reduce(a)
     return a
+
+
+class NotedCalls(TorchDispatchMode):
+    """Notes each collective that is begun, DDP's too: its name, and its elements, if all ranks give as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+            name, num_elements = function.overloadpacket.__name__, sum(tensor.numel() for tensor in tensors)
+            self.calls.append((name, 0 if name == "alltoall_base_" else num_elements))
+        return function(*arguments, **(options or {}))
+
+
+def same_calls(rank: int, owners: bool) -> bool:
+    """Do the ranks begin the same collectives in the same order, where they use other layers in another order?
+
+    Of NCCL, two that were begun in another order could wait for each other.
+    """
+    module = Branches().double()
+    model = DistributedDataParallel(module, find_unused_parameters=True)
+    preconditioner = KFAC(model, factor_update_steps=1, inv_update_steps=1, grad_worker_fraction=0.5)
+    if owners:
+        reduce_to_owners(model, preconditioner)
+    with NotedCalls() as noted:
+        for step, branches in enumerate(permutations(["both", "first", "second"])):
+            mine = branches[rank:] if step % 2 else branches[:: 1 - 2 * rank]
+            model(data(step, rank), [*mine]).square().sum(1).mean().backward()
+            preconditioner.step()
+            module.zero_grad()
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, noted.calls)
+    preconditioner.remove()
+    return len(noted.calls) > 20 and all(calls == noted.calls for calls in everyones)
 
 
 def different_layers(rank: int, fraction: float, owners: bool) -> dict:
@@ -213,6 +253,7 @@ with connected(rank_placement(os.environ)) as world:
         "removed": removed(rank),
         "without no_sync": without_no_sync(rank),
         "expert": expert(rank),
+        "same calls": [same_calls(rank, owners) for owners in (False, True)],
         "frozen in part": [frozen_in_part(rank, owners) for owners in (False, True)],
         "refused": [
             refused(damping=0.1 + 0.1 * rank),
