@@ -26,7 +26,11 @@ NO_KERNEL = {  # and no view, by their schema
     "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "device", "empty", "empty_like", "empty_strided",
     "is_same_size", "lift_fresh", "new_empty", "new_empty_strided", "record_stream", "resize_", "set_", "sym_size",
 }  # fmt: skip
-WAITS = {"_local_scalar_dense", "masked_select", "nonzero", "is_nonzero", "_unique2"}  # of the host for the device
+# Of the host for the device. eigh looks at once whether it converged.
+WAITS = {"_local_scalar_dense", "masked_select", "nonzero", "is_nonzero", "_unique2", "_linalg_eigh"}
+FILLS = {  # operators that write, and read nothing of what they are given
+    "fill_", "full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zero_", "zeros_like",
+}  # fmt: skip
 LISTS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # tensors that multi_tensor_apply takes at once, by the number of lists
 CHUNK, BLOCKS = 65_536, 320  # elements for a block, and blocks of a kernel, there
 CAT = 128  # tensors that a kernel joins
@@ -77,7 +81,8 @@ class DeviceCounts(TorchDispatchMode):
         if name == "_local_scalar_dense":
             return 1.0
         result = func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        read = () if name in FILLS else (args[1:] if name == "copy_" else args, kwargs)
+        given = [leaf for leaf in tree_leaves(read) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.track(*made)
         self.peak[self.phase] = max(self.peak[self.phase], self.live)
@@ -92,12 +97,22 @@ class DeviceCounts(TorchDispatchMode):
 def _kernels(name: str, args: tuple[Any, ...]) -> int:
     if name.startswith("_foreach"):
         lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], Tensor)]
+        if not all(map(_are_alike, *lists)):
+            return len(lists[0])  # one by one
         blocks = sum(math.ceil(tensor.numel() / CHUNK) for tensor in lists[0])
         depth = len(lists) + (not name.endswith("_"))
         return max(math.ceil(len(lists[0]) / LISTS[depth]), math.ceil(blocks / BLOCKS)) + (name == "_foreach_norm")
     if name in ("cat", "stack"):
         return math.ceil(len(args[0]) / CAT)
-    return 1
+    return 2 if name == "dot" else 1  # cuBLAS adds the sums of blocks in a second kernel
+
+
+def _are_alike(*tensors: Tensor) -> bool:
+    """Return whether tensors are dense, and elements at the same place in memory belong together."""
+    # A stride along one element does not count.
+    strides = {tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) for t in tensors}
+    is_dense = all(1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) == t.numel() for t in tensors)
+    return is_dense and len({tensor.shape for tensor in tensors}) == len(strides) == 1
 
 
 def _copies_with_wait(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
