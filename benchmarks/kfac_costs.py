@@ -31,7 +31,7 @@ from benchmarks.measure import command_line, table
 from trainer import models
 from trainer.kfac.assignment import assign_layers, make_grid
 from trainer.kfac.curvature_block import layer_cost
-from trainer.kfac.layers import Norm
+from trainer.kfac.norms import Norm
 from trainer.kfac.registration import register_layers
 from trainer.kfac.settings import KFACSettings
 from trainer.kfac.solvers import SOLVERS

@@ -113,9 +113,6 @@ DISTRIBUTIONS = {"PIL": "pillow", "nvidia": "nvidia-dali-cuda130", "pydantic_cor
 # Lines of a file: beyond 300 a type or a room is often missing. These are longer, with the length each may have; the
 # table only shrinks.
 LONGEST = 300
-LONG_FILES = {
-    "trainer/kfac/layers.py": 338,
-}
 
 
 class Import(NamedTuple):
@@ -290,10 +287,9 @@ def test_imported_packages_are_declared():
     assert undeclared == set()
 
 
-def test_long_files_are_known_and_grow_no_longer():
+def test_no_file_is_long():
     lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in FILES}
-    assert {name: lines for name, lines in lengths.items() if lines > LONG_FILES.get(name, LONGEST)} == {}
-    assert [name for name in LONG_FILES if lengths.get(name, 0) <= LONGEST] == []  # to be struck off the table
+    assert {name: lines for name, lines in lengths.items() if lines > LONGEST} == {}
 
 
 COMMANDS = {

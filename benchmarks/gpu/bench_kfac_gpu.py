@@ -6,7 +6,7 @@ Steps of SGD (fused) and of K-FAC with each solver take turns, in bf16 and chann
 every 10 steps and solutions every 100, over whole periods after the first steps. Beside the times, what K-FAC's
 operations by formula (factors by im2col, in bfloat16) would take at the speed of a large product and its bytes (all of
 float32, but bfloat16 solutions) at that of a copy, both measured here. That is not a floor: the factors of 3×3
-convolutions take a fifth of im2col's operations, but in float32.
+convolutions take a fifth of im2col's operations. A second table has the two ways to these factors.
 Then ten more steps of each without a refresh, and ten in which all layers refresh, in which a synchronisation of the
 host is an error (torch.linalg.eigh is one, as it looks whether it converged). Unattended;
 prints one table and writes results/kfac_gpu.json. `--device cpu` runs all that does not need a GPU, and writes none.
@@ -27,7 +27,7 @@ from benchmarks.bench_kfac import operations
 from benchmarks.gpu import hardware
 from benchmarks.measure import command_line, environment, table, write_record
 from trainer import models
-from trainer.kfac import KFAC
+from trainer.kfac import KFAC, factors
 
 SGD = "SGD"
 OURS = {
@@ -88,6 +88,21 @@ def ceilings(device: torch.device, n: int) -> dict[str, float]:
         c, d = (matrix.to(getattr(torch, dtype)) for matrix in (a, b))
         per_s[dtype] = 2e3 * n**3 / min(elapsed_ms(device, lambda c=c, d=d: c @ d) for _ in range(5))
     return per_s
+
+
+def offsets_ms(device: torch.device, batch_size: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of the two ways to the factor of a 3×3 convolution, by layer of ResNet-50, in bfloat16."""
+    by_layer = {}
+    for channels, size in ((64, 56), (128, 28), (256, 14), (512, 7)):
+        x = torch.randn(batch_size, channels, size, size, device=device, dtype=torch.bfloat16)
+        x = x.to(memory_format=torch.channels_last)
+        ways = {
+            "products": lambda x=x: factors._products_of_offsets(x),
+            "convolution": lambda x=x: factors._convolved_offsets(factors.accumulating(x)),
+        }
+        layer = f"{channels} channels, {size} px"
+        by_layer[layer] = {name: min(elapsed_ms(device, way) for _ in range(5)) for name, way in ways.items()}
+    return by_layer
 
 
 def waits(training: Training, x: torch.Tensor, y: torch.Tensor, inv_update_steps: int) -> str:
@@ -165,6 +180,9 @@ def main() -> int:
     what = f"{arguments.model}, {arguments.size} px, batch {arguments.batch_size}"
     print(table([what, "median ms", "mean ms", "added", "K-FAC by formula ms", "worst ÷ median", "host waits",
                  "in refreshes"], rows))  # fmt: skip
+    offsets = offsets_ms(arguments.device, arguments.batch_size)
+    rows = [[layer, *(f"{ms:.2f}" for ms in by_way.values())] for layer, by_way in offsets.items()]
+    print(table(["offsets of a 3×3 kernel", "products ms", "convolution ms"], rows))
     if arguments.device.type == "cpu":
         return 0
     settings = {**SETTINGS, **vars(arguments), "device": str(arguments.device)}
@@ -174,7 +192,7 @@ def main() -> int:
         "operations": flops,
         "ceilings_per_s": ceiling,
     }
-    print(write_record("kfac_gpu", record | {"found": figures, "times_ms": times}))
+    print(write_record("kfac_gpu", record | {"found": figures, "times_ms": times, "offsets_ms": offsets}))
     return 0
 
 

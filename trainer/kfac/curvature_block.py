@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -12,47 +11,18 @@ from torch import Tensor
 from .assignment import Assignment, Cost
 from .communication import Message
 from .hooks import StatisticsHook
-from .layers import Layer, Norm
+from .layers import Layer
+from .norms import Norm
+from .running_average import RunningAverage
 from .settings import KFACSettings
-from .solvers import Solution, Solver, precondition_units
+from .solvers import Solution, Solver
 from .symmetric import pack_triangle, packed_shape, unpack_triangle
 
 SYMMETRIC = "a", "g", "unit"  # factors; EKFAC's "scale" is not
-
-
-class RunningAverage:
-    """f ← (decay · w · f + (1 - decay) · new) / w' with the weight w' = decay · w + 1 - decay.
-
-    The division corrects the bias: the average begins with the first value, and not with zero or the identity. All
-    work is done on the device, without waiting for it.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.value = torch.zeros(shape, dtype=dtype, device=device)
-        self.weight = torch.zeros((), dtype=torch.float64, device=device)
-        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-
-    def update(self, new: Tensor, decay: float, finite: Tensor) -> None:
-        """Average a new value in, or count it as skipped.
-
-        Args:
-            new: The value, with the shape of the average.
-            decay: The weight of what was before, from 0 to below 1.
-            finite: Whether `new` is finite: a scalar of bool, on the same device.
-        """
-        self.weight.copy_(torch.where(finite, decay * self.weight + 1 - decay, self.weight))
-        share = torch.where(finite, (1 - decay) / self.weight, 0.0)
-        self.value.lerp_(torch.where(finite, new, self.value).to(self.value), share.to(self.value.dtype))
-        self.skipped += ~finite
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors themselves, not copies."""
-        return {"value": self.value, "weight": self.weight, "skipped": self.skipped}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy the values of another average into this one's tensors."""
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
+# What the schedule balances: it need not be exact, and must be the same on all ranks.
+NORM_BYTES = 18  # that the kernels of Norm.sums read and write for each element of a half-precision input
+ROW_BYTES = 4  # the same of factors.outer_products, which reads each half-precision element twice
+OPERATIONS_PER_BYTE = 295  # of an H100: 989e12 a second in half precision, and 3.35e12 bytes
 
 
 class CurvatureBlock:
@@ -92,7 +62,6 @@ class CurvatureBlock:
         self.new: dict[str, Tensor] = {}
         self.solution: Solution = {}
         self.num_rows = 0
-        self._has_finite_factors = False
         self.has_factors = self.has_solution = False
         self.num_updates = {"factors": 0, "solution": 0}  # by this rank
 
@@ -112,18 +81,15 @@ class CurvatureBlock:
             self.new = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name, shape in shapes}
         return [Message(factor) for factor in self.new.values()]
 
-    def end_update(self, decay: float) -> None:
-        """Average the factors of this step in, if they are finite."""
+    def end_update(self) -> list[tuple[RunningAverage, Tensor]]:
+        """Return the averages that get a value in this step, and the values, for `update_averages`."""
+        updates = []
         if self.num_rows:  # a rank has used the layer
-            new = {name: self.new[name] for name in self.averages if name in self.new}
-            if new:
-                # As they are sums of squares, infinities and NaN stay in them.
-                finite = torch.stack([factor.sum() for factor in new.values()]).isfinite().all()
-            for name, factor in new.items():
-                self.averages[name].update(factor, decay, finite)
+            updates = [(average, self.new[name]) for name, average in self.averages.items() if name in self.new]
             self.has_factors = True
-            self.num_updates["factors"] += bool(new)
+            self.num_updates["factors"] += bool(updates)
         self.new = {}
+        return updates
 
     def discard(self) -> None:
         """Forget the statistics since the last step."""
@@ -144,15 +110,6 @@ class CurvatureBlock:
     def _is_packed(self, name: str) -> bool:
         return name in SYMMETRIC and len(self.layer.shapes()[name]) == 3
 
-    def has_finite_factors(self) -> bool:
-        """Return whether any finite batch has entered the factors; until then the solution is the identity.
-
-        Waits for the device, until it is True for the first time.
-        """
-        if not self._has_finite_factors:
-            self._has_finite_factors = all(self.averages[name].weight.item() > 0 for name in ("a", "g"))
-        return self._has_finite_factors
-
     # --- solution ---
 
     def update_inverse(self, settings: KFACSettings) -> None:
@@ -161,11 +118,23 @@ class CurvatureBlock:
             a, g = (self.layer.shapes()[name] for name in ("a", "g"))
             like_a, like_g = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in (a, g))
             self.solution = self._as_received(self.solver.identity(like_a, like_g))
-        if self.is_owner and self.has_finite_factors():
-            a_factor, g_factor = self.factor("a"), self.factor("g")
-            solution = self.solver.update_inverse(a_factor, g_factor, settings.damping, self.solution)
+        if self.is_owner:
+            before = self.solution
+            # Until a finite batch has entered the factors, the solution stays the identity. The host does not know.
+            is_known = torch.stack([self.averages[name].weight for name in ("a", "g")]).all()
+            a_factor, g_factor = (self._add_identity(self.factor(name), ~is_known) for name in ("a", "g"))
+            solution = self.solver.update_inverse(a_factor, g_factor, settings.damping, before)
+            solution = {name: torch.where(is_known, new, before[name]) for name, new in solution.items()}
             self.solution = self._as_received(solution)
             self.num_updates["solution"] += 1
+
+    @staticmethod
+    def _add_identity(factor: Tensor, times: Tensor) -> Tensor:
+        """Add a multiple of the identity to a factor. Of a matrix of zeros, cuSOLVER finds no eigenvectors."""
+        if factor.dim() == 3:
+            factor.diagonal(dim1=1, dim2=2).add_(times)
+            return factor
+        return factor + times
 
     def _as_received(self, solution: Solution) -> Solution:
         """Cast and make contiguous, exactly as the receivers of a solution will have it.
@@ -186,10 +155,10 @@ class CurvatureBlock:
         return self.has_factors if self.is_norm else self.has_solution
 
     def precondition(self, gradient: Tensor, damping: float) -> Tensor:
-        """Return the preconditioned gradient, with the shape and type of `gradient`: see `Layer.matrix`."""
-        if self.is_norm:
-            unit = self.averages["unit"]
-            return torch.where(unit.weight > 0, precondition_units(unit.value, gradient, damping), gradient)
+        """Return the preconditioned gradient, with the shape and type of `gradient`: see `Layer.matrix`.
+
+        Those of norms are preconditioned together: see norm_group.py.
+        """
         return self.solver.precondition(self.solution, gradient, damping)
 
     def curvature(self, direction: Tensor) -> Tensor:
@@ -212,9 +181,17 @@ class CurvatureBlock:
         )
 
     def factor_cost(self) -> float:
-        """Return the operations of a factor update, up to a common factor; a diagonal takes one for each row."""
-        shapes = self.layer.shapes().values()
-        return float(sum(prod(shape) if len(shape) == 3 else 1 for shape in shapes) * self.num_rows)
+        """Return the cost of a factor update, in bytes that a device moves in the time that it takes.
+
+        Per row, a matrix [n, n] takes the n elements of the row, and 2 n² operations; a diagonal takes one element.
+        EKFAC's diagonal is left out: it would need the number of samples.
+        """
+        if self.is_norm:
+            return float(NORM_BYTES * self.num_rows * self.layer.weight.numel())
+        shapes = [shape for name, shape in self.layer.shapes().items() if name in SYMMETRIC]
+        matrices = [shape[:2] for shape in shapes if len(shape) == 3]
+        per_row = sum(groups * n * (ROW_BYTES + 2 * n / OPERATIONS_PER_BYTE) for groups, n in matrices)
+        return self.num_rows * (per_row + ROW_BYTES * (len(shapes) - len(matrices)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next steps depend on: tensors themselves, not copies."""
@@ -233,7 +210,6 @@ class CurvatureBlock:
             average.load_state_dict(state["averages"][name])
         solution = state["solution"] if is_in_column else {}
         self.solution = self._as_received({name: tensor.clone() for name, tensor in solution.items()})
-        self._has_finite_factors = False
         self.num_rows, self.has_factors, self.has_solution = (
             state[name] for name in ("num_rows", "has_factors", "has_solution")
         )

@@ -120,9 +120,10 @@ class DiagonalBlock(CurvatureBlock):
     layer: DiagonalLayer
 
     def update_inverse(self, settings: KFACSettings) -> None:
-        failed = self.solver.fallbacks
+        fallbacks = self.solver.fallbacks
         super().update_inverse(settings)
-        if not (self.is_owner and self.has_finite_factors()) or self.solver.fallbacks > failed:
+        # To look at the device takes no long wait: torch.linalg.eigh has waited for it.
+        if not self.is_owner or not (self.averages["a"].weight > 0) & (self.solver.fallbacks == fallbacks):
             return
         before, basis, diagonal = self.layer.basis, self.solution, self.averages["scale"]
         self.layer.basis = basis

@@ -21,7 +21,10 @@ p + (row - 1, column - 1), or a zero beyond the image. The factor's block for tw
            2      w   w   w   w   w
          down
 
-2. These 15 sums are what libraries compute as the weight gradient of a convolution with a kernel of 3×5.
+2. These 15 sums are what libraries compute as the weight gradient of a convolution with a kernel of 3×5. In half
+   precision on a GPU they are 13 products of matrices instead (`_products_of_offsets`): of the rows of all pixels with
+   the same rows from a later one on. A library may have no fast kernel for so odd a convolution, and it would take
+   float32, in which a GPU multiplies a tenth as fast.
 3. An element in an outer row of the kernel does not read one row of the image: row 0 of the kernel never reads the
    last row, row 2 never the first. The products of these pixels are subtracted: minus `row_sums`.
 4. The same for columns: column 0 never reads the last column, column 2 never the first: minus `column_sums`.
@@ -47,14 +50,23 @@ CHUNK_BYTES = 64 << 20  # of a row matrix at a time: more would be the step's la
 
 def accumulating(tensor: Tensor) -> Tensor:
     """Return the tensor in the type that sums are formed in: float64 for float64, and float32 for all others."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    return tensor.to(_sum_dtype(tensor))
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def multiplies_halves(tensor: Tensor) -> bool:
+    """Return whether products of the tensor's half-precision elements can be summed in float32 without a copy."""
+    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def outer_products(rows_RGn: Tensor) -> Tensor:
     """Return the sum over the rows of each group's outer products: [G, n, n], in float32 or float64."""
-    if rows_RGn.is_cuda and rows_RGn.dtype in (torch.bfloat16, torch.float16):
+    if multiplies_halves(rows_RGn):
         rows_GRn = rows_RGn.transpose(0, 1)
-        return torch.bmm(rows_GRn.mT, rows_GRn, out_dtype=torch.float32)  # half precision enters, float32 accumulates
+        return torch.bmm(rows_GRn.mT, rows_GRn, out_dtype=torch.float32)
     rows_RGn = accumulating(rows_RGn)
     if rows_RGn.shape[1] == 1:
         rows_Rn = rows_RGn[:, 0]
@@ -78,9 +90,31 @@ def append_ones(factor_Gnn: Tensor, sums_Gn: Tensor, num_rows: int) -> Tensor:
     return torch.cat([torch.cat([factor_Gnn, sums_Gn[:, :, None]], 2), below[:, None]], 1)
 
 
-def sum_rows(rows_RGn: Tensor) -> Tensor:
-    """Return the sum of the rows: [G, n], in float32 or float64."""
-    return rows_RGn.sum(0, dtype=torch.float64 if rows_RGn.dtype == torch.float64 else torch.float32)
+def sum_rows(rows_RGn: Tensor, dim: int = 0) -> Tensor:
+    """Return the sum of the rows, or over another dimension than theirs: [G, n], in float32 or float64."""
+    return rows_RGn.sum(dim, dtype=_sum_dtype(rows_RGn))
+
+
+def sum_products(a_NTU: Tensor, b_NTU: Tensor) -> Tensor:
+    """Return Σ_t a b: [N, U], of products in float32 or float64."""
+    # The zero makes the type of the products. A device casts the elements as it reads them, and makes no copies.
+    zero = a_NTU.new_zeros((1, 1, 1), dtype=_sum_dtype(a_NTU))
+    return torch.addcmul(zero, a_NTU, b_NTU).sum(1)
+
+
+def mean_and_variance(x_NTU: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and the variance over samples and positions: [U] each, in float32 or float64."""
+    if x_NTU.dtype != torch.bfloat16:
+        x_RU = accumulating(x_NTU).flatten(0, 1)
+        mean = x_RU.mean(0)
+        return mean, (x_RU - mean).square_().mean(0)  # torch.var_mean takes ten times as long on a processor
+    # Without a float32 copy. The difference is off by a few units of rounding of float32 times the square of the mean,
+    # which is far less than the variance that the rounding to bfloat16 has added.
+    count = x_NTU.shape[0] * x_NTU.shape[1]
+    mean = sum_rows(x_NTU, 1).double().sum(0) / count
+    squares_NU = torch.linalg.vector_norm(x_NTU, dim=1, dtype=torch.float32).double().square()
+    variance = (squares_NU.sum(0) / count - mean.square()).clamp(min=0)
+    return mean.float(), variance.float()
 
 
 class Kernel(NamedTuple):
@@ -141,20 +175,15 @@ def conv3x3_factor(x_NCHW: Tensor) -> Tensor:
 
     The image comes without padding. The steps are those at the top of this file.
     """
-    x_NCHW = accumulating(x_NCHW)
-    N, C, H, W = x_NCHW.shape
-    # Step 2: [C of u, offset down, offset along, C of u + d], with zeros below the image for the offsets down.
-    below = x_NCHW.new_empty(N, H + 2, W, C).movedim(3, 1)  # F.pad would fill all of it with zeros first
-    below[:, :, :H], below[:, :, H:] = x_NCHW, 0
-    whole: Tensor = conv2d_weight(below, (C, C, 3, 5), x_NCHW, padding=(0, 2))  # type: ignore[no-untyped-call]
-    whole = whole.permute(0, 2, 3, 1).contiguous()
+    _, C, H, W = x_NCHW.shape
+    whole = _products_of_offsets(x_NCHW) if multiplies_halves(x_NCHW) else _convolved_offsets(accumulating(x_NCHW))
     # Steps 3 and 4: the lines that the outer rows and columns of the kernel do not read, and the sums over them.
-    unread_rows = {row: x_NCHW[:, :, y : y + 1] for row, y in ((0, H - 1), (2, 0))}
-    unread_columns = {column: x_NCHW[..., x : x + 1] for column, x in ((0, W - 1), (2, 0))}
+    unread_rows = {row: accumulating(x_NCHW[:, :, y : y + 1]) for row, y in ((0, H - 1), (2, 0))}
+    unread_columns = {column: accumulating(x_NCHW[..., x : x + 1]) for column, x in ((0, W - 1), (2, 0))}
     row_sums = {row: _line_sums(line, (1, 5), (2, 2, 0, 0))[:, 0] for row, line in unread_rows.items()}
     column_sums = {column: _line_sums(line, (3, 1), (0, 0, 0, 2))[:, :, 0] for column, line in unread_columns.items()}
     # blocks[row of s, column of s, C, row of t, column of t, C], filled for t in the same row as s or below it.
-    blocks = x_NCHW.new_empty(3, 3, C, 3, 3, C)
+    blocks = whole.new_empty(3, 3, C, 3, 3, C)
     for row, column in product(range(3), range(3)):
         along = slice(2 - column, 5 - column)  # the offsets from `column` to columns 0, 1 and 2
         block = blocks[row, column]
@@ -170,6 +199,42 @@ def conv3x3_factor(x_NCHW: Tensor) -> Tensor:
     for row, lower_row in ((0, 1), (0, 2), (1, 2)):
         factor[lower_row, :, row] = factor[row, :, lower_row].T
     return factor.reshape(1, 9 * C, 9 * C)
+
+
+def _convolved_offsets(x_NCHW: Tensor) -> Tensor:
+    """Return the sums of step 2: [C of u, offset down, offset along, C of u + d]."""
+    N, C, H, W = x_NCHW.shape
+    below = x_NCHW.new_empty(N, H + 2, W, C).movedim(3, 1)  # F.pad would fill all of it with zeros first
+    below[:, :, :H], below[:, :, H:] = x_NCHW, 0  # zeros below the image for the offsets down
+    whole: Tensor = conv2d_weight(below, (C, C, 3, 5), x_NCHW, padding=(0, 2))  # type: ignore[no-untyped-call]
+    return whole.permute(0, 2, 3, 1).contiguous()
+
+
+def _products_of_offsets(x_NCHW: Tensor) -> Tensor:
+    """Return what `_convolved_offsets` does, for half precision on a GPU.
+
+    With two columns of zeros at the right of each image and two rows below it, an offset is a number of rows of the
+    matrix of all pixels, and leads from each image's edge to a zero.
+    """
+    N, C, H, W = x_NCHW.shape
+    padded = x_NCHW.new_zeros(N, H + 2, W + 2, C)
+    padded[:, :H, :W] = x_NCHW.permute(0, 2, 3, 1)
+    rows_RC = padded.reshape(-1, C)
+    products = {}
+    for down, along in product(range(3), range(-2, 3)):
+        offset = down * (W + 2) + along
+        if offset >= 0:
+            products[down, along] = _products(rows_RC[: len(rows_RC) - offset], rows_RC[offset:])
+    products |= {(0, -along): products[0, along].T for along in (1, 2)}
+    offsets = [products[down, along] for down, along in product(range(3), range(-2, 3))]
+    return torch.stack(offsets, 1).reshape(C, 3, 5, C)
+
+
+def _products(a_Rn: Tensor, b_Rm: Tensor) -> Tensor:
+    """Return Σ_r a bᵀ: [n, m], in float32 or float64."""
+    if multiplies_halves(a_Rn):
+        return torch.mm(a_Rn.T, b_Rm, out_dtype=torch.float32)
+    return accumulating(a_Rn).T @ accumulating(b_Rm)
 
 
 def _line_sums(line_NCHW: Tensor, offsets: tuple[int, int], padding: tuple[int, int, int, int]) -> Tensor:

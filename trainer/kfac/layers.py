@@ -9,7 +9,7 @@ loss, the curvature of the weight is the Kronecker product of
 sums over all samples and positions. A linear layer has one position, or those of its other dimensions.
 
 Letters: N samples, T positions, R = N T rows, G groups, n inputs and m outputs of a group (n with the 1), K elements of
-a kernel, C channels, U units of a norm, k parameters of a unit.
+a kernel, C channels, U units of a norm (see norms.py), k parameters of a unit.
 """
 
 from __future__ import annotations
@@ -90,21 +90,19 @@ class Layer(ABC):
     def parts(self, matrix: Tensor) -> Sequence[Tensor]:
         """Return the parts of a matrix, as `matrix` makes it, of which each has the elements of a parameter."""
 
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of each parameter; all have one."""
+        gradients = [parameter.grad for parameter in self.parameters()]
+        return [gradient for gradient in gradients if gradient is not None]
+
     def gradient(self) -> Tensor:
         """Return the parameters' gradients as a matrix."""
-        return self.matrix(*map(_gradient_of, self.parameters()))
+        return self.matrix(*self.gradients())
 
-    def set_gradient(self, gradient: Tensor) -> None:
-        """Write a matrix, as `gradient` returns it, into the parameters' gradients."""
-        for parameter, part in zip(self.parameters(), self.parts(gradient), strict=True):
-            _gradient_of(parameter).copy_(part.reshape(parameter.shape))
-
-
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of a parameter that has one."""
-    gradient = parameter.grad
-    assert gradient is not None
-    return gradient
+    def gradient_parts(self, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each parameter's gradient, and the part of a matrix as `gradient` returns it that is to replace it."""
+        pairs = zip(self.gradients(), self.parts(gradient), strict=True)
+        return [(target, part.reshape(target.shape)) for target, part in pairs]
 
 
 class _Matrix(Layer):
@@ -284,55 +282,3 @@ class Embedding(_Matrix):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         vocabulary, m = self.weight.shape
         return {"a": (1, vocabulary), "g": (1, m, m)}
-
-
-class Norm(Layer):
-    """The scale and shift of a norm: the exact Fisher matrix of each unit, [U, k, k].
-
-    k is 2, or 1 without a shift.
-    """
-
-    factors = {"unit": "samples"}  # noqa: RUF012 - as in Layer
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        if isinstance(module, nn.LayerNorm):
-            self.min_dims = 1 + len(module.normalized_shape)
-
-    def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
-        normalised_NTU, grad_NTU = self._normalise(factors.accumulating(x)), self._by_unit(grad_output)
-        grad_NTU = factors.accumulating(grad_NTU)
-        parts = [(normalised_NTU * grad_NTU).sum(1), grad_NTU.sum(1)][: len(self.parameters())]
-        gradients_NUk = torch.stack(parts, -1)
-        unit = torch.einsum("nuj,nuk->ujk", gradients_NUk, gradients_NUk)
-        return Sums({"unit": unit}, len(x), len(x))
-
-    def _normalise(self, x: Tensor) -> Tensor:
-        """Return what the module multiplies with its scale, as [N, T, U]; over a batch, if these samples were it."""
-        module = self.module
-        if isinstance(module, nn.LayerNorm):
-            return self._by_unit(F.layer_norm(x, module.normalized_shape, eps=module.eps))
-        if isinstance(module, nn.GroupNorm):
-            return self._by_unit(F.group_norm(x, module.num_groups, eps=module.eps))
-        assert isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d)
-        # By rows of units, as F.batch_norm takes several times as long on a processor.
-        x_NTU = self._by_unit(x)
-        centred_NTU = x_NTU - x_NTU.flatten(0, 1).mean(0)
-        variance_U = centred_NTU.flatten(0, 1).square().mean(0)
-        return centred_NTU * (variance_U + module.eps).rsqrt_()
-
-    def _by_unit(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the shape of the input as [N, T, U], with all positions that share a unit."""
-        if isinstance(self.module, nn.LayerNorm):
-            return tensor.reshape(len(tensor), -1, self.module.weight.numel())
-        return tensor.movedim(1, -1).reshape(len(tensor), -1, tensor.shape[1])
-
-    def matrix(self, *tensors: Tensor) -> Tensor:
-        return torch.stack([tensor.reshape(-1) for tensor in tensors], -1)
-
-    def parts(self, matrix: Tensor) -> Sequence[Tensor]:
-        return matrix.unbind(-1)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        k = len(self.parameters())
-        return {"unit": (self.weight.numel(), k, k)}

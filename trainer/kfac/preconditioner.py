@@ -18,7 +18,8 @@ from .agreement import num_ranks, raise_on_all_ranks, require_same
 from .assignment import Assignment, Grid, assign_layers, make_grid
 from .communication import Communicator, PartialSum
 from .curvature_block import CurvatureBlock, layer_cost, merge_state_dicts
-from .layers import Layer, Norm
+from .layers import Layer
+from .norms import Norm
 from .registration import register_layers, unwrap
 from .settings import Auto, Changeable, KFACSettings, read_arguments, takes_settings
 from .solvers import SOLVERS, Solver

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
 
-from .layers import Convolution, Embedding, Layer, Linear, Norm, UncorrelatedConvolution
+from .layers import Convolution, Embedding, Layer, Linear, UncorrelatedConvolution
+from .norms import Norm
 
 TYPES: dict[type[nn.Module], Callable[..., Layer]] = {
     nn.Linear: Linear,

@@ -88,7 +88,10 @@ class Eigen(Solver):
         return solution
 
     def update_inverse(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: Solution) -> Solution:
-        """Return the eigenvalues and eigenvectors of both factors; the damping is not used."""
+        """Return the eigenvalues and eigenvectors of both factors; the damping is not used.
+
+        torch.linalg.eigh looks on the host whether it converged: it waits for the device, once for each factor.
+        """
         solution = {}
         for name, factor in (("a", a_factor), ("g", g_factor)):
             if factor.dim() == 2:
@@ -96,11 +99,14 @@ class Eigen(Solver):
                 continue
             decomposition = _eigh(factor)
             if decomposition is None:
-                self.fallbacks += 1
+                self.fallbacks = self.fallbacks + 1
                 logger.warning("K-FAC: no eigenvectors of a factor %s; those before stay", tuple(factor.shape))
                 return before
             solution[f"{name}_values"], solution[f"{name}_vectors"] = decomposition
-        return solution
+        values = [tensor.isfinite().all() for name, tensor in solution.items() if name.endswith("values")]
+        failed = ~torch.stack(values).all()  # stays on the device: to ask would be to wait
+        self.fallbacks = self.fallbacks + failed
+        return {name: torch.where(failed, before[name].to(new), new) for name, new in solution.items()}
 
     def precondition(self, solution: Solution, gradient: Tensor, damping: float) -> Tensor:
         """Divide the gradient by the damped eigenvalues of the product, in its eigenvectors' coordinates."""
@@ -191,16 +197,19 @@ def _identity(factor: Tensor) -> Tensor:
 
 
 def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the eigenvalues (none below zero) and eigenvectors; None if it does not converge in float64 either."""
+    """Return the eigenvalues (none below zero) and eigenvectors; None if it does not converge in float64 either.
+
+    torch.linalg.eigh chooses the algorithm by type, size and device. The second attempt stays on the device: on the
+    host it would take minutes for thousands of columns.
+    """
     for precise in (False, True):
         try:
-            values, vectors = torch.linalg.eigh(factor.double().cpu() if precise else factor)
+            values, vectors = torch.linalg.eigh(factor.double() if precise else factor)
         except torch.linalg.LinAlgError:
             continue
-        if values.isfinite().all():
-            if precise:
-                logger.warning("K-FAC: the eigenvectors of a factor %s took float64", tuple(factor.shape))
-            return values.clamp_(min=0).to(factor), vectors.to(factor)
+        if precise:
+            logger.warning("K-FAC: the eigenvectors of a factor %s took float64", tuple(factor.shape))
+        return values.clamp_(min=0).to(factor), vectors.to(factor)
     return None
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .communication import Communicator, LayerFactors, Message
 from .curvature_block import CurvatureBlock, layer_cost
+from .norm_group import NormGroup, groups_of_norms
+from .running_average import update_averages
 from .schedule import StaggeredSchedule
 from .settings import KL_CLIP_PER_SAMPLE, KFACSettings
 from .usage_checks import MORE_MICRO_BATCHES, UsageChecks
@@ -103,8 +105,7 @@ class Updates:
             for block, number in zip(first_used, numbers, strict=True):
                 block.num_rows = number
             self.reschedule()  # costs depend on these
-        for block in active:
-            block.end_update(factor_decay)
+        update_averages([block.end_update() for block in active], factor_decay)
         if active:
             self._checks.warn_of_new_parameters()
 
@@ -144,26 +145,34 @@ class Updates:
             (cosines, factor): the cosine between the raw and the preconditioned gradient of each layer, and what the
             clip has multiplied them by: scalars on the device, the latter None where there is no clip.
         """
-        gradients: dict[str, Tensor] = {}
-        numbers: dict[str, Tensor] = {}  # of each layer ⟨D', D⟩ and the cosine
+        if not blocks:
+            return {}, None
+        matrices = {name: block for name, block in blocks.items() if not block.is_norm}
+        raw = {name: block.layer.gradient().to(block.dtype) for name, block in matrices.items()}
+        own = {n: block for n, block in matrices.items() if block.assignment.column == self._communicator.column}
+        gradients = {
+            name: own[name].precondition(gradient, settings.damping) if name in own else torch.empty_like(gradient)
+            for name, gradient in raw.items()
+        }
+        # Of each layer ⟨D', D⟩ and the cosine.
+        numbers = {name: gradient.new_empty(2) for name, gradient in raw.items()}
+        numbers |= _compare({name: raw[name] for name in own}, gradients)
         by_column: dict[int, list[Message]] = {}
-        for name, block in blocks.items():
-            raw = block.layer.gradient().to(block.dtype)
-            if block.is_norm or block.assignment.column == self._communicator.column:
-                gradients[name] = block.precondition(raw, settings.damping)
-                product = torch.dot(raw.flatten(), gradients[name].flatten())
-                numbers[name] = torch.stack([product, product / (raw.norm() * gradients[name].norm())])
-            else:
-                gradients[name], numbers[name] = torch.empty_like(raw), raw.new_empty(2)
-            if not block.is_norm:
-                messages = by_column.setdefault(block.assignment.column, [])
-                messages.extend((Message(gradients[name]), Message(numbers[name])))
+        for name, block in matrices.items():
+            messages = by_column.setdefault(block.assignment.column, [])
+            messages.extend((Message(gradients[name]), Message(numbers[name])))
         self._communicator.send_gradients(by_column)
+        norms = [NormGroup(group, settings.damping) for group in groups_of_norms(blocks.items())]
+        for group in norms:
+            numbers |= group.numbers
         kl_clip = KL_CLIP_PER_SAMPLE * self.batch_size if settings.kl_clip == "auto" else settings.kl_clip
-        factor = _clip(list(gradients.values()), [product for product, _ in numbers.values()], kl_clip, settings.lr)
-        for name, block in blocks.items():
-            block.layer.set_gradient(gradients[name])
-        return {name: cosine for name, (_, cosine) in numbers.items()}, factor
+        clipped = [*gradients.values(), *(group.gradient_Uk for group in norms)]
+        factor = _clip(clipped, [numbers[name][0] for name in blocks], kl_clip, settings.lr)
+        parts = [part for group in norms for part in group.parts()]
+        for name, block in matrices.items():
+            parts += block.layer.gradient_parts(gradients[name])
+        _write(parts)
+        return {name: numbers[name][1] for name in blocks}, factor
 
     def send_raw_gradients(self, preconditioned: Collection[str]) -> None:
         """Send the gradients of all other layers, as they are, from the owners to all ranks."""
@@ -175,13 +184,39 @@ class Updates:
         self._communicator.send_gradients(by_column)
 
 
+def _compare(raw: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return of each raw gradient D, and the preconditioned one D' in `new`, ⟨D', D⟩ and the cosine: [2]."""
+    numbers: dict[str, Tensor] = {}
+    for dtype in {gradient.dtype for gradient in raw.values()}:
+        names = [name for name, gradient in raw.items() if gradient.dtype == dtype]
+        products = torch.stack([torch.dot(raw[name].flatten(), new[name].flatten()) for name in names])
+        lengths = [torch.stack(torch._foreach_norm([each[name] for name in names])) for each in (raw, new)]
+        numbers |= zip(names, torch.stack([products, products / (lengths[0] * lengths[1])], 1), strict=True)
+    return numbers
+
+
+def _write(parts: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each pair into the first."""
+    alike = [pair for pair in parts if _have_same_layout(*pair)]
+    if alike:  # A kernel copies many of these. If a single other pair were among them, each would take its own.
+        targets, sources = zip(*alike, strict=True)
+        torch._foreach_copy_(targets, sources)
+    for target, source in parts:
+        if not _have_same_layout(target, source):
+            target.copy_(source)
+
+
+def _have_same_layout(a: Tensor, b: Tensor) -> bool:
+    return all(size == 1 or s == t for size, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
 def _clip(gradients: list[Tensor], products: list[Tensor], kl_clip: float | None, lr: float) -> Tensor | None:
     """Multiply preconditioned gradients D', in place, by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|))).
 
     So a step is not longer than allowed in the metric of the Fisher matrix. `products` are ⟨D', D⟩ of each with its raw
     gradient D. Return the factor, a scalar on the device; None where there is no bound.
     """
-    if kl_clip is None or lr == 0 or not gradients:
+    if kl_clip is None or lr == 0:
         return None
     divergence = (torch.stack(products).sum() * lr**2).abs().clamp(min=torch.finfo(torch.float32).tiny)
     factor = (kl_clip / divergence).sqrt().clamp(max=1)

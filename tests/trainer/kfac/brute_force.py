@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.kfac import KFAC
-from trainer.kfac.layers import Norm
+from trainer.kfac.norms import Norm
 from trainer.kfac.registration import make_layer
 
 DAMPING = 0.01

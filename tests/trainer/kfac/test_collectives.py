@@ -10,7 +10,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.device_counts import DeviceCounts, fake_tensors
 from trainer.kfac import KFAC, agreement, communication
-from trainer.kfac.curvature_block import CurvatureBlock
 
 RANKS = 64
 SENT = {"broadcast_", "allreduce_", "reduce_", "_reduce_scatter_base_", "alltoall_base_", "_allgather_base_"}
@@ -21,7 +20,6 @@ def one_of_many(monkeypatch):
     """This process is rank 0 of RANKS, of which there are no others."""
     monkeypatch.setattr(agreement, "_gather", lambda value: [value])
     monkeypatch.setattr(communication.Communicator, "maximum", lambda self, numbers, device: [*numbers])
-    monkeypatch.setattr(CurvatureBlock, "has_finite_factors", lambda block: True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield
     dist.destroy_process_group()

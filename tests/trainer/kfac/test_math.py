@@ -23,6 +23,7 @@ from tests.trainer.kfac.brute_force import (
     truth,
 )
 from trainer.kfac import KFAC
+from trainer.kfac.registration import make_layer
 
 NORMS = [
     nn.BatchNorm2d(3), nn.BatchNorm1d(3), nn.LayerNorm(5), nn.LayerNorm((2, 3)), nn.GroupNorm(2, 4),
@@ -52,6 +53,18 @@ def test_norms_of_some_samples(module):
     rows = scale_and_shift(module, normalised(module, x[:3]), g[:3])
     preconditioner, _, _ = stepped(module, x, factor_fraction=0.5)
     close(preconditioner.factors("0")[0], torch.einsum("nuj,nuk->ujk", rows, rows) / 3)
+
+
+@pytest.mark.parametrize(("dtype", "mean"), [(torch.float32, 1e3), (torch.bfloat16, 30.0)], ids=str)
+@pytest.mark.parametrize("module", NORMS[:5], ids=str)
+def test_norms_of_inputs_with_a_large_mean(module, dtype, mean):
+    """The statistics are off by less than the rounding of the input itself, relative to its deviation."""
+    module = randomised(module)
+    x = (mean + 3 * input_of(module, N=40)).to(dtype)
+    g = torch.randn_like(x)
+    found = make_layer(module).sums(x, g).by_factor["unit"]
+    rows = scale_and_shift(module, normalised(module, x.double()), g.double())
+    close(found.double(), torch.einsum("nuj,nuk->ujk", rows, rows), mean / 3 * torch.finfo(dtype).eps)
 
 
 def normalised(module, x):

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.trainer.kfac.networks import run
 from trainer.kfac import KFAC
-from trainer.kfac.curvature_block import layer_cost
+from trainer.kfac.curvature_block import NORM_BYTES, OPERATIONS_PER_BYTE, ROW_BYTES, layer_cost
 from trainer.kfac.schedule import StaggeredSchedule, period_of_step
 from trainer.models import build
 
@@ -79,11 +79,14 @@ def test_layers_used_in_turns_are_all_preconditioned():
     assert all(a[head] < b[head] for a, b in itertools.pairwise(late) for head in (0, 1))
 
 
-def test_an_embedding_costs_no_more_than_it_has_rows():
-    blocks = KFAC(nn.Sequential(nn.Embedding(50_000, 4), nn.Linear(9, 4))).blocks
+def test_costs_are_in_bytes():
+    """An embedding costs no more than it has rows, and a norm what its kernels read and write."""
+    blocks = KFAC(nn.Sequential(nn.Embedding(50_000, 4), nn.Linear(9, 4), nn.BatchNorm1d(4))).blocks
     for block in blocks.values():
         block.num_rows = 7
-    assert [block.factor_cost() for block in blocks.values()] == [7 * (1 + 4 * 4), 7 * (10 * 10 + 4 * 4)]
+    of_matrix = {n: n * (ROW_BYTES + 2 * n / OPERATIONS_PER_BYTE) for n in (4, 10)}
+    wanted = [7 * (ROW_BYTES + of_matrix[4]), 7 * (of_matrix[10] + of_matrix[4]), 7 * NORM_BYTES * 4]
+    assert [block.factor_cost() for block in blocks.values()] == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.trainer.kfac.networks import EVERY_STEP, batch, close, gradients, run
 from trainer.kfac import EKFAC, KFAC
 from trainer.kfac.curvature_block import CurvatureBlock
 from trainer.kfac.registration import make_layer
-from trainer.kfac.solvers import Cholesky, damp_factors, precondition_units
+from trainer.kfac.solvers import Cholesky, Eigen, damp_factors, precondition_units
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -65,6 +65,15 @@ def test_a_decomposition_that_fails_in_float32_is_tried_in_float64(monkeypatch, 
     close(*found, 1e-3)
     assert preconditioner.fallbacks() == 0
     assert "K-FAC: the eigenvectors of a factor (1, 55, 55) took float64" in [of.getMessage() for of in caplog.records]
+
+
+def test_eigenvalues_that_are_not_numbers_leave_the_decomposition_before(monkeypatch):
+    solver, a, g = Eigen(), torch.eye(4)[None] + 1, torch.eye(3)[None] + 1
+    before = solver.update_inverse(a, g, 1.0, solver.identity(a, g))
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: (eigh(matrix)[0] * torch.nan, eigh(matrix)[1]))
+    after = solver.update_inverse(2 * a, g, 1.0, before)
+    assert all(torch.equal(after[name], before[name]) for name in before) and int(solver.fallbacks) == 1
 
 
 def test_a_first_decomposition_that_fails_leaves_no_diagonal_behind(monkeypatch):
