@@ -31,7 +31,7 @@ BY_MONOTONIC = {
     *(
         "trainer/ranks/stop.py",
         "trainer/run/loop.py",
-        "trainer/run/resume.py",
+        "trainer/run/saving.py",
         "trainer/run/state.py",
         "trainer/measuring/repeat.py",
     ),

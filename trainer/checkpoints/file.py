@@ -52,21 +52,17 @@ def save_checkpoint(path: Path, content: dict[str, Any], keep: int = 1) -> None:
 
     Args:
         path: Path of the file.
-        content: Tensors, numbers, text, and lists and dicts of them. Added are "format" and the state of torch's random
-            numbers.
+        content: Tensors, numbers, text, and lists and dicts of them; "random" is a `random_state`. Added is "format".
         keep: Number of the last checkpoints that are kept, with this one.
 
     Raises:
         OSError: It cannot be written; the file that was there before stays.
     """
-    random = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # a run on the processor starts nothing on a GPU, which others may use
-        random["cuda"] = torch.cuda.get_rng_state()
     with atomic_write(path) as file:
         writer = _Writer(file)
         try:
             # It calls `write` and `flush`, and nothing else of a file.
-            torch.save({"format": _FORMAT, "random": random} | content, writer)  # type: ignore[arg-type]
+            torch.save({"format": _FORMAT} | content, writer)  # type: ignore[arg-type]
         except RuntimeError:
             if writer.error is not None:
                 raise writer.error from None
@@ -174,6 +170,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if version != _FORMAT:
         raise CheckpointError(f"has format {version!r}; this version reads {_FORMAT}", path=path)
     return content
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Return where torch's random numbers are."""
+    random = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # a run on the processor starts nothing on a GPU, which others may use
+        random["cuda"] = torch.cuda.get_rng_state()
+    return random
 
 
 def restore_random(content: dict[str, Any]) -> None:

@@ -142,21 +142,27 @@ def broadcast(world: World, value: T) -> T:
     return value if world.is_main else _unpack(data)
 
 
-def gather(world: World, value: T) -> list[T] | None:
-    """Return each rank's value on the first rank, None on the others."""
+def gather(world: World, value: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
+    """Return each rank's value on the first rank, None on the others.
+
+    Args:
+        world: This process's place among the ranks.
+        value: This rank's value.
+        group: Group of all ranks over which it is sent; None: the default one.
+    """
     if world.world_size == 1:
         return [value]
     data = _pack(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.world_size)]
-    dist.all_gather(sizes, torch.tensor([len(data)]))
+    dist.all_gather(sizes, torch.tensor([len(data)]), group)
     room = max(int(size) for size in sizes)
     padded = torch.zeros(room, dtype=torch.uint8)
     padded[: len(data)] = data
     if not world.is_main:
-        dist.gather(padded)
+        dist.gather(padded, group=group)
         return None
     gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.gather(padded, gathered)
+    dist.gather(padded, gathered, group=group)
     return [_unpack(data[: int(size)]) for data, size in zip(gathered, sizes, strict=True)]
 
 

@@ -107,12 +107,25 @@ class MetricsFile:
 
     def sync(self) -> int:
         """Make all lines survive a power cut; return the file's length in bytes. Raises OSError."""
+        length = self.flush()
+        if self._path is not None:
+            with self._at(self._path):
+                self.fsync()
+        return length
+
+    def flush(self) -> int:
+        """Have all lines leave this process; return the file's length in bytes. Raises OSError."""
         if self._path is None or self._file is None:
             return 0
         with named(self._path), self._at(self._path):
             self._write_rest(self._file)
-            os.fsync(self._file.fileno())
             return os.fstat(self._file.fileno()).st_size
+
+    def fsync(self) -> None:
+        """Make what has left this process survive a power cut; in any thread. Raises OSError."""
+        if self._path is not None and self._file is not None:
+            with named(self._path):
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file, if it is open, and the loggers."""

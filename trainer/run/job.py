@@ -44,6 +44,7 @@ from ..step.ema import Average
 from ..step.losses import begin_bias
 from ..step.precision import Precision, choose_precision, kernels_chosen
 from .loading import count_classes, open_loaders
+from .saver import Saver
 from .state import State
 
 
@@ -67,6 +68,7 @@ class Job:
     precision: Precision
     clock: Clock
     metrics: MetricsFile
+    saver: Saver
     local: LocalCheckpoints | None = None  # on the first rank, where the command asks for it
 
     @property
@@ -264,6 +266,7 @@ def open_job(recipe: Recipe, data: Path, run: Path, world: World, clock: Clock, 
         precision=precision,
         clock=clock,
         metrics=metrics,
+        saver=Saver(world),
     )
 
 

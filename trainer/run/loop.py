@@ -30,7 +30,7 @@ from .job import Job, check_finite
 from .objective import backward, whole_loss
 from .record import log_preconditioner, tell_of_preconditioner
 from .recovery import Skipper, naming_samples, roll_back
-from .resume import save
+from .saving import save
 from .state import State
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from ..checkpoints.file import CHECKPOINT, set_aside
 from ..errors import BadStep, DivergedError
 from ..ranks.world import broadcast, gather, together
 from .job import Job
-from .resume import read_checkpoint, restore, save
+from .resume import read_checkpoint, restore
+from .saving import save, settle
 from .state import State
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,7 @@ def roll_back(job: Job, state: State, error: DivergedError) -> None:
             the recipe says to stop.
         CheckpointError: The checkpoint cannot be read.
     """
+    settle(job, state)
     settings = job.recipe.train
     if settings.when_diverged != "roll_back" or state.saved is None:
         raise error

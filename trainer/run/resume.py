@@ -1,151 +1,27 @@
-"""What a run saves in its checkpoint, and how it continues from there."""
+"""How a run continues from its checkpoint, which `saving` has written."""
 
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from datapipe.errors import SettingError
 
-from ..checkpoints.file import (
-    BEST,
-    CHECKPOINT,
-    keep_as,
-    list_checkpoints,
-    load_checkpoint,
-    restore_random,
-    save_checkpoint,
-)
+from ..checkpoints.file import CHECKPOINT, list_checkpoints, load_checkpoint, restore_random
 from ..config.recipe import Recipe, check_resumable, parse
-from ..errors import CheckpointError, TrainingError
-from ..ranks.world import averaged_buffers, gather, set_buffers, together
+from ..errors import CheckpointError
+from ..ranks.world import set_buffers
 from ..reporting.metrics import digest_before
 from ..reporting.runlog import NAME as METRICS
-from .job import Job, check_finite, is_finite
+from .job import Job, is_finite
+from .saving import keep_best
 from .state import State
 
 logger = logging.getLogger(__name__)
 
 # Errors that loading a state raises where something is missing, or has another shape.
 _UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-
-
-def save(job: Job, state: State, may_fail: bool = False, is_best: bool = False) -> None:
-    """Write a checkpoint; all ranks must call this. If it fails, the previous checkpoint stays as it is.
-
-    Args:
-        job: The run.
-        state: Its progress.
-        may_fail: Whether training continues where it cannot be written, as often as the recipe allows; and while it is
-            copied from this node's disk to the run's folder.
-        is_best: Whether it is that of the best epoch.
-
-    Raises:
-        DivergedError: The loss or the network is not finite; all ranks raise this.
-        OSError: The first rank could not write; the others raise TrainingError.
-    """
-    job.world.watch.doing(f"writing the checkpoint of step {state.step}", is_long=True)
-    state.losses.read(job.world, state.step)
-    job.clock.drain()
-    with job.clock.section("checkpoint"), averaged_buffers(job.module, job.world) as own_buffers:
-        check_finite(job, state)  # the loss that was read is that of the parameters before their last update
-        own_layers = job.preconditioner and job.preconditioner.state_dict()
-        states, buffers = gather(job.world, _on_cpu(own_layers)), gather(job.world, _on_cpu(own_buffers))
-        average, average_buffers = _average(job)
-        try:
-            with together(job.world):
-                if job.world.is_main:
-                    ranks = {"preconditioner": states, "buffers": buffers, "average_buffers": average_buffers}
-                    content = _content(job, state) | ranks | {"average": average}
-                    _write(job, content, is_best, must_arrive=not may_fail)
-        except (OSError, TrainingError) as error:
-            state.saved_at, state.failed_saves = time.monotonic(), state.failed_saves + 1
-            ends = not may_fail or state.failed_saves > job.recipe.train.failed_checkpoints
-            if job.world.is_main:
-                logger.error("%s", _describe_failure(job, state, error, ends))
-            if ends:
-                raise
-            return
-    state.saved, state.saved_at, state.failed_saves = (state.epoch, state.step), time.monotonic(), 0
-
-
-def _write(job: Job, content: dict[str, Any], is_best: bool, must_arrive: bool) -> None:
-    at = job.world.watch.at
-    if job.local is not None:
-        with at(job.local.folder / CHECKPOINT):
-            is_saved = job.local.save(content, is_best)
-        if is_saved:
-            if must_arrive:
-                with at(job.run / CHECKPOINT):
-                    job.local.finish()
-            job.local.check()  # the copy of an earlier one may have failed
-            return
-    with at(job.run / CHECKPOINT):
-        save_checkpoint(job.run / CHECKPOINT, content, job.recipe.train.keep_checkpoints)
-        if is_best:
-            _keep_best(job.run / CHECKPOINT, job)
-
-
-def _keep_best(path: Path, job: Job) -> None:
-    best = job.run / BEST
-    try:
-        if not (best.exists() and best.samefile(path)):
-            keep_as(path, best)
-    except OSError as error:
-        logger.error("%s", error)
-
-
-def _describe_failure(job: Job, state: State, error: Exception, ends: bool) -> str:
-    """Return what it means for a run, which ends or not, that its checkpoint could not be written."""
-    failures, allowed = state.failed_saves, job.recipe.train.failed_checkpoints
-    kept = "there is none yet" if state.saved is None else f"that of step {state.saved[1]} stays"
-    if not ends:
-        continues = f"training continues ({failures} of {allowed} failures in a row that are allowed)"
-        return f"no checkpoint of step {state.step}: {error}. {kept}; {continues}"
-    why = "it is the last one, which must be written"
-    if failures > allowed:
-        why = f"failure {failures} in a row; given up after {allowed}, as train.failed_checkpoints says"
-    return f"without the checkpoint of step {state.step} the run ends: {why}; {kept}"
-
-
-def _on_cpu(value: object) -> object:
-    """Return `value` with its tensors on the CPU: another rank's would arrive on that rank's GPU."""
-    if isinstance(value, dict):
-        return {key: _on_cpu(item) for key, item in value.items()}
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
-def _content(job: Job, state: State) -> dict[str, Any]:
-    metrics_bytes = job.metrics.sync()
-    with job.world.watch.at(job.run / METRICS):
-        metrics_digest = digest_before(job.run / METRICS, metrics_bytes)
-    return {
-        "recipe": job.recipe.model_dump(mode="json"),
-        "global_batch_size": job.recipe.train.batch_size,
-        "data_sets": job.data_sets,
-        "state": state.state_dict(),
-        "clock": job.clock.state_dict(),
-        "loader": job.train_loader.state_dict(),
-        "model": job.module.state_dict(),
-        "optimizer": job.optimizer.state_dict(),
-        "adaptive_damping": job.adaptive_damping and job.adaptive_damping.state_dict(),
-        "scaler": job.scaler.state_dict(),
-        "metrics_bytes": metrics_bytes,
-        "metrics_digest": metrics_digest,
-    }
-
-
-def _average(job: Job) -> tuple[dict[str, Any] | None, list[Any] | None]:
-    """Return the averaged network's state, if there is one, and on the first rank each rank's own buffers of it."""
-    if not job.average.is_on:
-        return None, None
-    with job.average.in_place(), averaged_buffers(job.module, job.world) as own_buffers:
-        average = {name: value.clone() for name, value in job.module.state_dict().items()}
-        return average, gather(job.world, _on_cpu(own_buffers))
 
 
 def read_checkpoint(run: Path, recipe: Recipe, local: Path | None = None) -> dict[str, Any] | None:
@@ -237,7 +113,7 @@ def restore(job: Job, state: State, content: dict[str, Any], is_resumed: bool = 
         reason = "holds a network that is not finite, so no training can continue from it; start a new run"
         raise CheckpointError(reason, path=content["path"])
     if is_resumed and job.world.is_main and state.accuracy == state.best_accuracy and _is_after_evaluation(job, state):
-        _keep_best(Path(content["path"]), job)  # in case that the run was killed before it could
+        keep_best(Path(content["path"]), job)  # in case that the run was killed before it could
     return metrics_bytes
 
 

@@ -39,6 +39,7 @@ from .owner import own
 from .record import describe_ranks, print_result, report_run, write_end, write_start
 from .rehearsal import rehearse
 from .resume import read_checkpoint, restore
+from .saving import finish_failed
 from .state import Losses, State
 
 logger = logging.getLogger(__name__)
@@ -222,6 +223,7 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
                 job.local.finish()
             job.local.discard()  # the run's folder has it all
     except torch.OutOfMemoryError as error:
+        finish_failed(job)
         write_end(job, state, "failed")
         message = f"out of memory with train.batch_size = {job.recipe.train.batch_size}: {error}"
         raise TrainingError(message) from error
@@ -229,6 +231,7 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
         write_end(job, state, "failed")
         raise DivergedError(f"{error}. {_way_back(job, state)}") from error
     except BaseException:
+        finish_failed(job)
         print_result(job, state, write_end(job, state, "failed"))
         raise
     stop.settle()

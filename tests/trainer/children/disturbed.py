@@ -16,7 +16,7 @@ from torch import Tensor
 
 from datapipe.loaders import Batch
 from trainer.cli import main
-from trainer.run import loop, objective, resume
+from trainer.run import loop, objective, saving
 from trainer.run.job import Job
 from trainer.run.state import State
 
@@ -44,7 +44,7 @@ def disturb(what: str, chosen: int) -> None:
         return loss
 
     if what == "best":
-        resume._keep_best = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        saving.keep_best = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     elif what == "nan":
         objective.batch_loss = batch_loss
     else:

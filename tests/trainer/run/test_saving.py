@@ -3,12 +3,15 @@
 import errno
 import shutil
 import signal
+import threading
 
 import pytest
 import torch
 
-import trainer.run.resume
+import trainer.run.loop
+import trainer.run.saving
 from tests.trainer.runs import DISTURBED, differing, finish
+from tests.waiting import limit_s
 from trainer.checkpoints.file import load_checkpoint
 
 
@@ -59,9 +62,36 @@ def test_the_best_is_kept_although_the_run_was_killed_before(exit_code, tmp_path
     assert load_checkpoint(tmp_path / "run" / "best.pt")["state"]["epoch"] == 1
 
 
+def test_training_continues_while_a_checkpoint_is_written(go, tmp_path, monkeypatch):
+    """The file has the step whose checkpoint it is; the next checkpoint waits for it."""
+    steps, may_write, written = [], threading.Event(), []
+    real_update, real_save = trainer.run.loop._update, trainer.run.saving.save_checkpoint
+
+    def update(job, state, *step):
+        real_update(job, state, *step)
+        steps.append([parameter.detach().clone() for parameter in job.module.parameters()])
+        if len(steps) == 3:
+            may_write.set()
+
+    def save(path, content, keep):
+        assert may_write.wait(limit_s(60)), "training waits for the file"
+        written.append((content["state"]["step"], len(steps)))
+        real_save(path, content, keep)
+
+    monkeypatch.setattr(trainer.run.loop, "_update", update)
+    monkeypatch.setattr(trainer.run.saving, "save_checkpoint", save)
+    assert go("train.epochs=1", "train.checkpoint_every_steps=2", "train.keep_checkpoints=9") == 0
+    numbers = [number for number, _ in written]
+    assert numbers == [*range(2, len(steps), 2), len(steps)] and written[0][1] >= 3
+    content = load_checkpoint(tmp_path / "run" / f"checkpoint-{len(numbers) - 1}.pt")
+    assert content["state"]["step"] == 2
+    saved = [value for name, value in content["model"].items() if name.endswith(("weight", "bias"))]
+    assert len(saved) == len(steps[1]) and all(map(torch.equal, saved, steps[1]))
+
+
 def test_a_run_ends_after_more_failures_in_a_row_than_are_allowed(go, monkeypatch, caplog):
     """One that succeeds begins a new row."""
-    tried, real = [], trainer.run.resume.save_checkpoint
+    tried, real = [], trainer.run.saving.save_checkpoint
 
     def save(*arguments):
         tried.append(len(tried) + 1)
@@ -69,7 +99,7 @@ def test_a_run_ends_after_more_failures_in_a_row_than_are_allowed(go, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         real(*arguments)
 
-    monkeypatch.setattr(trainer.run.resume, "save_checkpoint", save)
+    monkeypatch.setattr(trainer.run.saving, "save_checkpoint", save)
     with pytest.raises(OSError, match="No space left"):
         go("train.epochs=1", "train.checkpoint_every_steps=1", "train.failed_checkpoints=2")
     assert tried == [1, 2, 3, 4, 5, 6]
