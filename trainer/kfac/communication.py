@@ -21,8 +21,7 @@ from torch import Tensor
 from .assignment import Grid
 from .symmetric import pack_triangle, packed_shape, unpack_triangle
 
-# As torch 2.13 calls them, which warns of the other names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# As torch 2.13 calls it, which warns of the other name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Deliver = Callable[[Tensor, Tensor], None]  # takes, of a sum, what is this rank's and what is for all ranks
@@ -52,15 +51,17 @@ class LayerFactors(NamedTuple):
 class PartialSum(NamedTuple):
     """A sum over the ranks, of which each has an equal piece.
 
+    It is added up in float64, in the order of the ranks: whatever the network between them, the bits are the same.
+
     Attributes:
-        piece: This rank's piece.
+        pieces: This rank's piece, by each rank: [ranks, elements].
         sizes: Elements for each rank, one behind the other, and last those for all ranks.
         deliver: Function that takes them.
-        work: The collective that makes the piece.
-        flat: All pieces of this rank's own tensors, which the collective reads.
+        work: The collective that brings them.
+        flat: All pieces of this rank's own tensors, which it reads.
     """
 
-    piece: Tensor
+    pieces: Tensor
     sizes: list[int]
     deliver: Deliver
     work: dist.Work
@@ -117,31 +118,32 @@ class Communicator:
         sizes = [sum(tensor.numel() for tensor in parts.get(rank, ())) for rank in order]
         length = -(-sum(sizes) // self.world_size)
         flat = torch.cat([*tensors, tensors[0].new_zeros(length * self.world_size - sum(sizes))])
-        piece = flat.new_empty(length)
-        work = _reduce_scatter(piece, flat, group=group or self._all, async_op=True)
-        return PartialSum(piece, sizes, deliver, work, flat)
+        pieces = torch.empty_like(flat)
+        work = dist.all_to_all_single(pieces, flat, group=group or self._all, async_op=True)
+        return PartialSum(pieces.view(self.world_size, length), sizes, deliver, work, flat)
 
     def finish_sums(self, sums: Sequence[PartialSum]) -> None:
         """Send the pieces of sums to the ranks that are to have them, by one collective for all sums of a type.
 
         Each sum's `deliver` gets what is this rank's, and what is for all, as flat as it was laid out.
         """
-        for dtype in dict.fromkeys(some.piece.dtype for some in sums):
-            self._finish_sums([some for some in sums if some.piece.dtype == dtype])
+        for dtype in dict.fromkeys(some.pieces.dtype for some in sums):
+            self._finish_sums([some for some in sums if some.pieces.dtype == dtype])
 
     def _finish_sums(self, sums: list[PartialSum]) -> None:
         ranks, outgoing, incoming = range(self.world_size), [], []
         for some in sums:
             some.work.wait()  # on a GPU the stream waits, not the host
-            length = len(some.piece)
+            piece = some.pieces.sum(0, dtype=torch.float64).to(some.pieces.dtype)
+            length = len(piece)
             in_piece = cut_range(some.sizes, self.rank * length, (self.rank + 1) * length)
-            outgoing.append([[some.piece[in_piece[rank]], some.piece[in_piece[-1]]] for rank in ranks])
+            outgoing.append([[piece[in_piece[rank]], piece[in_piece[-1]]] for rank in ranks])
             ends = [*accumulate(some.sizes, initial=0)]
             places = (ends[self.rank], ends[self.rank + 1]), (ends[-2], ends[-1])
             incoming += [cut_range([length] * self.world_size, *place) for place in places]
         sent = [[part for some in outgoing for part in some[rank]] for rank in ranks]
         sizes = [[_length(parts[rank]) for parts in incoming] for rank in ranks]
-        received = sums[0].piece.new_empty(sum(map(sum, sizes)))
+        received = sums[0].pieces.new_empty(sum(map(sum, sizes)))
         given = [sum(map(len, parts)) for parts in sent]
         dist.all_to_all_single(received, torch.cat([*chain(*sent)]), [*map(sum, sizes)], given, group=self._all)
         parts = received.split([*chain(*sizes)])  # type: ignore[no-untyped-call]
