@@ -6,7 +6,7 @@ import mmap
 import weakref
 from concurrent.futures import Future
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,11 +37,19 @@ class BatchSlots:
     def abandoned(self) -> bool:
         return bool(self.stop[0])
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all tasks are done, be it with an error."""
+        return all(task.done() for task in self.tasks)
+
     def abandon(self) -> None:
         """Have nothing more done. A thread stops after its sample, and keeps the memory until then."""
         self.stop[0] = 1
         for task in self.tasks:
             task.cancel()
+
+
+SlotsT = TypeVar("SlotsT", bound=BatchSlots)
 
 
 class ImageSlots(BatchSlots):

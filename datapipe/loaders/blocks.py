@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +21,9 @@ from ..dataset.shard_reader import SLACK, ShardReader
 from ..errors import ShardReadError
 from ..sampling.block_order import NEVER, BlockOrder, Needs, grid, longest
 from ..sampling.cached_blocks import HORIZON, NextUses, choose_slot
-from .batch_slots import BatchMemory
-from .engine import Engine, SlotsT
+from .batch_slots import BatchMemory, SlotsT
+from .engine import Engine
+from .epoch_plan import EpochPart
 from .image_chunk import BlockedChunk, ImageChunk
 from .indexed import IndexedSource
 from .options import LoaderOptions
@@ -46,18 +48,20 @@ class BlockSource(IndexedSource):
         room = room_for(longest(data_set.index, self._grid) + more)
         self._memory = BatchMemory((room,), pinned=False)
 
-    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range) -> Generator[SlotsT]:
-        options, data_set = self.options, self.data_set
-        order = self._order(epoch, engine.lanes)
-        needs = order.needs(options.rank, options.world_size, steps)
-        kept = data_set.slots
-        cache = (kept, self._next_uses(kept.num_slots, epoch, engine.lanes)) if kept else None
-        reads = RankReads(data_set, self._block_bytes, self._memory, order, needs, engine.threads.read, cache)
+    def plan_epoch(self, engine: Engine[SlotsT], part: EpochPart) -> Any:
+        epoch, lanes, steps = part
+        order, kept = self._order(epoch, lanes), self.data_set.slots
+        needs = order.needs(self.options.rank, self.options.world_size, steps)
+        return order, needs, (kept, self._next_uses(kept.num_slots, epoch, lanes)) if kept else None
+
+    def batches(self, engine: Engine[SlotsT], part: EpochPart, plan: Any) -> Generator[SlotsT]:
+        order, needs, cache = plan
+        reads = RankReads(self.data_set, self._block_bytes, self._memory, order, needs, engine.threads.read, cache)
         try:
-            for step in steps:
+            for step in part.steps:
                 positions = engine.positions(step)
                 samples, numbers = order.at(positions[positions < len(order)])
-                slots = self.start(engine, epoch, positions, samples)
+                slots = self.start(engine, part.epoch, positions, samples)
                 slots.known = slots.known, reads.begin(step, numbers.tolist())
                 engine.fill(slots)
                 yield slots

@@ -19,9 +19,10 @@ from .base import DataDescription, Loader
 from .batch import Batch
 from .batch_slots import ImageSlots
 from .blocks import BlockSource
+from .decoder import Decoder
 from .delivery import HostDelivery
 from .device import resolve_device, to_device
-from .engine import Decoder, Engine, SampleSource
+from .engine import Engine, SampleSource
 from .image_chunk import ImageChunk
 from .indexed import IndexedSource, open_for_loader
 from .options import LoaderOptions

@@ -48,8 +48,13 @@ def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = N
     with open_for_loader(path, options, local) as data_set:
         delivery = DaliDelivery(data_set, options)
         source, data = make_source(data_set, options), DataDescription.from_data_set(data_set)
-        cutter = WindowCutter(options, MAY_END_LATE_ON_GPU or resolve_device(options.device).type == "cpu")
+        cutter = WindowCutter(options, takes_late_ends(resolve_device(options.device)))
         return Engine(data, options, source, cutter, delivery)
+
+
+def takes_late_ends(device: torch.device) -> bool:
+    """Return whether DALI decodes files whose data continue below their last row; its decoder on the CPU does."""
+    return device.type == "cpu" or MAY_END_LATE_ON_GPU
 
 
 class DaliDelivery(Delivery[EncodedImages]):
@@ -84,10 +89,10 @@ class DaliDelivery(Delivery[EncodedImages]):
         self._pipelines: list[Pipeline] = []
         self._rebuild()
         # A pipeline that is still there when the interpreter shuts down aborts the process.
-        weakref.finalize(self, self._pipelines.clear)
+        weakref.finalize(self, _end_pipelines, self._pipelines, self._scheduled)
 
     def close(self) -> None:
-        self._pipelines.clear()
+        _end_pipelines(self._pipelines, self._scheduled)
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -98,7 +103,8 @@ class DaliDelivery(Delivery[EncodedImages]):
         self._rebuild()
 
     def _rebuild(self) -> None:
-        self._pipelines[:] = [self._build()]
+        _end_pipelines(self._pipelines, self._scheduled)
+        self._pipelines.append(self._build())
 
     def _build(self) -> Pipeline:
         try:
@@ -162,11 +168,13 @@ class DaliDelivery(Delivery[EncodedImages]):
     def finish(self, slots: EncodedImages, engine: Engine[EncodedImages]) -> Batch:
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
-        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        stream = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device)
         began = time.perf_counter()
         try:
             (images,) = self._pipeline.share_outputs(cuda_stream=stream)  # which waits for them, and not the host
         except RuntimeError as error:
+            if not self._pipelines:  # another thread has closed the loader
+                raise
             self._restart_without_bad(slots, engine, error)
             (images,) = self._pipeline.share_outputs(cuda_stream=stream)
         engine.stage_s["decode"] += time.perf_counter() - began
@@ -181,20 +189,20 @@ class DaliDelivery(Delivery[EncodedImages]):
         self._scheduled.popleft()
         self._pipeline.release_outputs()
         if not slots.valid.all():
-            images_BHWC[to_device(~slots.valid, self._device)] = 0
+            images_BHWC.masked_fill_(to_device(~slots.valid, self._device)[:, None, None, None], 0)
         rest = (to_device(a, self._device) for a in (slots.labels, slots.samples, slots.valid))
         return Batch(images_BHWC.permute(0, 3, 1, 2), *rest)
 
     def drain(self) -> None:
         try:
-            while self._scheduled and self._pipelines:
+            while self._scheduled:
                 self._pipeline.share_outputs()
                 self._pipeline.release_outputs()
                 self._scheduled.popleft()
-        except (RuntimeError, StopIteration):
-            self._rebuild()
-        finally:  # DALI reads none of their memory any more
-            self._scheduled.clear()
+        except Exception:  # an image cannot be decoded, or another thread closes the loader
+            if self._pipelines:
+                self._rebuild()
+        finally:
             self._decoding.drain()
 
     def _restart_without_bad(self, slots: EncodedImages, engine: Engine[EncodedImages], error: Exception) -> None:
@@ -202,9 +210,8 @@ class DaliDelivery(Delivery[EncodedImages]):
 
         DALI refuses the batch as a whole, and takes no others: our own decoder finds the images.
         """
-        self._rebuild()
         scheduled = list(self._scheduled)
-        self._scheduled.clear()
+        self._rebuild()
         if not engine.wait_for(engine.threads.fill.submit(self._take_undecodable, slots, engine)):
             raise DatapipeError(f"DALI cannot decode a batch: {error}", path=self._data_set.folder) from error
         for batch in scheduled:
@@ -221,3 +228,13 @@ class DaliDelivery(Delivery[EncodedImages]):
                 engine.take_bad(slots, slot, error)
                 has_bad = True
         return has_bad
+
+
+def _end_pipelines(pipelines: list[Pipeline], scheduled: deque[EncodedImages]) -> None:
+    """End what DALI does, and only then let go of the memory that it reads.
+
+    A pipeline is not left to the garbage collector: what was raised in one refers to it.
+    """
+    while pipelines:
+        pipelines.pop()._shutdown()
+    scheduled.clear()

@@ -47,7 +47,7 @@ def gpu_names() -> list[str]:
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to a GPU, from pinned memory, without waiting for what it computes; on the CPU share its memory."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tensor
 
 
 class KeptForStream:

@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Generator
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -23,7 +24,9 @@ from ..errors import DatapipeError, DecodeError
 from ..watched import wait_for
 from .base import DataDescription, Loader, Place
 from .batch import Batch
-from .batch_slots import BatchSlots, ChunkReport
+from .batch_slots import BatchSlots, ChunkReport, SlotsT
+from .decoder import Decoder
+from .epoch_plan import STEPS_TO_PLAN, EpochPart, LastPlan
 from .image_chunk import ImageChunk
 from .options import LoaderOptions
 from .threads import Pool, Threads
@@ -33,7 +36,6 @@ logger = logging.getLogger(__name__)
 AHEAD = 3  # batches under way while the consumer has one: enough to ride out a slow read
 
 _R = TypeVar("_R")
-SlotsT = TypeVar("SlotsT", bound=BatchSlots)
 
 
 class SampleSource(ABC):
@@ -46,13 +48,17 @@ class SampleSource(ABC):
     num_readers = 1
 
     @abstractmethod
-    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range) -> Generator[SlotsT]:
+    def plan_epoch(self, engine: Engine[SlotsT], part: EpochPart) -> Any:
+        """In a thread: return what `batches` needs before the first batch, such as the order of all samples."""
+
+    @abstractmethod
+    def batches(self, engine: Engine[SlotsT], part: EpochPart, plan: Any) -> Generator[SlotsT]:
         """Start work on a batch whenever the generator is asked for the next.
 
         Args:
             engine: Engine that fills slots.
-            epoch: Number of the epoch, from 0.
-            steps: Steps of the epoch, in order.
+            part: Part of an epoch.
+            plan: Result of `plan_epoch` for this part.
 
         Yields:
             Slots of the delivery, for which `engine.fill` was called, or is called by one of their tasks.
@@ -90,17 +96,6 @@ class SampleSource(ABC):
     def identity(self) -> dict[str, int | str]:
         """Return what must be the same, too, for an epoch and a step to mean the same batches."""
         return {}
-
-
-class Decoder(ABC, Generic[SlotsT]):
-    """What makes pixels of encoded images."""
-
-    chunk = 32  # images at a time: few enough to share a batch among threads, many enough for numpy's overhead
-
-    @abstractmethod
-    def put(self, slots: SlotsT, chunk: ImageChunk) -> dict[str, float]:
-        """In a thread: put images into their slots, until the batch is abandoned, and the errors of others into
-        `chunk.bad`. Returns the seconds of each stage."""
 
 
 class Delivery(ABC, Generic[SlotsT]):
@@ -168,6 +163,7 @@ class Engine(Loader, Generic[SlotsT]):
         self._bad: set[int] = set()  # samples
         self._lock = threading.Lock()
         self._threads: Threads | None = None
+        self._last_plan = LastPlan()
         self._process = os.getpid()
 
     def close(self) -> None:
@@ -188,15 +184,19 @@ class Engine(Loader, Generic[SlotsT]):
 
     def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
         self._leave_parent()
-        started = self.source.batches(self, epoch, steps)
-        delivery = self.delivery
+        delivery, is_training = self.delivery, self.options.train
+        part = EpochPart(epoch if is_training else 0, self.lanes, steps)  # evaluations are alike
+        started = self.source.batches(self, part, self.wait_for(self._plan(part)))
         being_filled: deque[SlotsT] = deque()
         begun: deque[SlotsT] = deque()
         try:
             while True:
                 while len(being_filled) < AHEAD and (slots := next(started, None)) is not None:
                     being_filled.append(slots)
-                while being_filled and len(begun) <= delivery.num_on_device:
+                if len(self) - self._step <= STEPS_TO_PLAN:
+                    self._plan(EpochPart(part.epoch + is_training, self.lanes, range(len(self))))
+                # Never wait for a batch to be read while the device has one.
+                while being_filled and len(begun) <= delivery.num_on_device and (not begun or being_filled[0].is_full):
                     self._wait_until_full(being_filled[0])
                     begun.append(being_filled.popleft())
                     delivery.begin(begun[-1])
@@ -209,11 +209,15 @@ class Engine(Loader, Generic[SlotsT]):
             started.close()
             delivery.drain()
 
+    def _plan(self, part: EpochPart) -> Future[Any]:
+        return self._last_plan.get(part, partial(self.threads.read.submit, self.source.plan_epoch, self))
+
     @property
     def threads(self) -> Threads:
         """The threads of this loader, which are begun when they are first needed."""
         if self._threads is None:
-            self._threads = Threads(Pool(self.options.num_threads()), Pool(self.source.num_readers), Pool(1))
+            count = self.decoder.count_threads(self.options)
+            self._threads = Threads(Pool(count), Pool(self.source.num_readers), Pool(1))
         return self._threads
 
     def fill(self, slots: SlotsT) -> None:
@@ -247,7 +251,7 @@ class Engine(Loader, Generic[SlotsT]):
     def _leave_parent(self) -> None:
         """After a fork, forget the parent's threads, which do not survive it, and its files."""
         if self._process != os.getpid():
-            self._process, self._threads = os.getpid(), None
+            self._process, self._threads, self._last_plan = os.getpid(), None, LastPlan()
             self.source.forget_files()
 
     def _take_size(self, size: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,12 +20,12 @@ from ..errors import SettingError
 from ..native import JOB
 from ..sampling.augment import scales
 from .base import Order, Place
-from .batch_slots import BatchSlots
-from .engine import AHEAD, Engine, SampleSource, SlotsT
+from .batch_slots import BatchSlots, SlotsT
+from .engine import AHEAD, Engine, SampleSource
+from .epoch_plan import EpochPart
 from .image_chunk import BatchPlan, ImageChunk, IndexedChunk
 from .options import LoaderOptions
 
-_STEPS_TO_SORT = 16  # before the end of an epoch the next one's order is made: of 1.28 million samples, in 0.15 s
 # Reads are slow that take this share of the threads' time, and are slower than from the page cache.
 SLOW_SHARE, SLOW_BYTES_PER_S = 0.25, 1e9
 
@@ -65,7 +66,6 @@ class IndexedSource(SampleSource):
     def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
         self.data_set, self.options = data_set, options
         self._hints: list[Future[None]] = []
-        self._upcoming: tuple[int, Future[Order]] | None = None  # the next epoch, and its order
         if data_set.slots and options.train and options.order != "blocks":
             message = f"order: {options.order!r} has no use for a part of the data set"
             raise SettingError(f"{message}, which is all that {data_set.local} has room for; allowed: blocks")
@@ -94,30 +94,22 @@ class IndexedSource(SampleSource):
         self.data_set.reader.close()
 
     def forget_files(self) -> None:
-        self._hints, self._upcoming = [], None
+        self._hints = []
         self.data_set.forget_files()
 
     # --- in the consumer ---
 
-    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range) -> Generator[SlotsT]:
-        order = self._order_of(engine, epoch)
-        for step in steps:
-            if self.options.train and step == max(steps.start, steps.stop - _STEPS_TO_SORT):
-                self._upcoming = epoch + 1, engine.threads.read.submit(engine.full_order, epoch + 1)
+    def batches(self, engine: Engine[SlotsT], part: EpochPart, plan: Any) -> Generator[SlotsT]:
+        order: Order = plan
+        for step in part.steps:
             positions = engine.positions(step)
-            slots = self.start(engine, epoch, positions, order[positions[positions < len(order)]])
+            slots = self.start(engine, part.epoch, positions, order[positions[positions < len(order)]])
             if _reads_slowly(engine):
                 self._hints = [hint for hint in self._hints if not hint.done()]
                 if len(self._hints) < AHEAD:  # a hint that comes too late is useless, and would keep a batch's memory
                     self._hints.append(engine.threads.read.submit(self._hint, slots))
             engine.fill(slots)
             yield slots
-
-    def _order_of(self, engine: Engine[SlotsT], epoch: int) -> Order:
-        upcoming, self._upcoming = self._upcoming, None
-        if upcoming is not None and upcoming[0] == epoch:
-            return engine.wait_for(upcoming[1])
-        return engine.full_order(epoch)
 
     def start(self, engine: Engine[SlotsT], epoch: int, positions: np.ndarray, samples: np.ndarray) -> SlotsT:
         """Make slots for a batch, and have it worked out what belongs into them.
@@ -137,6 +129,9 @@ class IndexedSource(SampleSource):
         return slots
 
     # --- in the threads ---
+
+    def plan_epoch(self, engine: Engine[SlotsT], part: EpochPart) -> Any:
+        return engine.full_order(part.epoch)
 
     def images(self, engine: Engine[SlotsT], slots: SlotsT, chunk: slice) -> ImageChunk:
         return IndexedChunk(slots.known.result(), chunk, self.data_set)

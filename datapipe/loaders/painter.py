@@ -13,7 +13,7 @@ from ..images import window
 from ..images.jpeg import is_jpeg
 from ..images.window import Decoded, Window, check_size, decode_window
 from .batch_slots import ImageSlots
-from .engine import Decoder
+from .decoder import Decoder
 from .image_chunk import ImageChunk, PendingImage
 from .native_pixels import choose_native, decode_in_c
 from .resize import crop_resize_flip

@@ -15,7 +15,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,9 @@ from ..native import JOB
 from ..sampling.augment import scales
 from ..sampling.order import BUFFER, permutation, uniform
 from .base import Place
-from .batch_slots import BatchSlots, ChunkReport
-from .engine import Engine, SampleSource, SlotsT
+from .batch_slots import BatchSlots, ChunkReport, SlotsT
+from .engine import Engine, SampleSource
+from .epoch_plan import EpochPart
 from .image_chunk import ChunkInMemory, ImageChunk
 from .options import LoaderOptions
 
@@ -158,10 +159,10 @@ class TarStreams(SampleSource):
 
     # --- in the consumer ---
 
-    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range) -> Generator[SlotsT]:
-        batch_size = self.options.batch_size
-        parts = rank_parts(self._counts, self.options, epoch)
-        total = sum(part.take for part in parts)
+    def batches(self, engine: Engine[SlotsT], part: EpochPart, plan: Any) -> Generator[SlotsT]:
+        batch_size, (epoch, _, steps) = self.options.batch_size, part
+        parts: list[ShardPart] = plan
+        total = sum(shard.take for shard in parts)
         samples = self._shuffle(parts, epoch) if self.options.train else self._stream(parts)
         stream = islice(samples, steps.start * batch_size, None)  # those before are read, not decoded
         try:
@@ -172,6 +173,11 @@ class TarStreams(SampleSource):
                 yield slots
         finally:
             engine.threads.read.submit(samples.close)  # behind what it is reading
+
+    # --- in the threads ---
+
+    def plan_epoch(self, engine: Engine[SlotsT], part: EpochPart) -> Any:
+        return rank_parts(self._counts, self.options, part.epoch)
 
     # --- in the reading thread ---
 

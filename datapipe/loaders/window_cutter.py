@@ -13,7 +13,7 @@ from ..images.codec import read_header
 from ..images.jpeg import is_jpeg
 from ..images.window import Box, check_size, cut
 from .batch_slots import BatchSlots, WindowMemory
-from .engine import Decoder
+from .decoder import Decoder
 from .image_chunk import ImageChunk, PendingImage
 from .native_pixels import choose_native, do_jobs
 from .options import LoaderOptions
@@ -48,10 +48,15 @@ class WindowCutter(Decoder[EncodedImages]):
     """
 
     def __init__(self, options: LoaderOptions, may_end_late: bool = True) -> None:
-        self.chunk = max(self.chunk, options.batch_size // options.num_threads())  # as cutting takes little time
+        self.chunk = max(self.chunk, options.batch_size // self.count_threads(options))  # as cutting takes little time
         self._library = choose_native().native
         self._may_end_late = may_end_late
         self._memory = WindowMemory()
+
+    def count_threads(self, options: LoaderOptions) -> int:
+        """Return a quarter of the loader's threads, or two: the device's decoder has as many as all of them, and more
+        to do, while reading and cutting an image take a twentieth of the time."""
+        return min(options.num_threads(), max(2, options.num_threads() // 4))
 
     def put(self, slots: EncodedImages, chunk: ImageChunk) -> dict[str, float]:
         left, stage_s = list(range(len(chunk.slots))), {"read": 0.0, "window": 0.0}

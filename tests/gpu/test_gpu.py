@@ -75,6 +75,20 @@ def test_batches_are_copied_beside_what_is_computed():
 
 
 @pytest.mark.gpu
+def test_dali_decodes_beside_what_is_computed(packed_folders):
+    pytest.importorskip("nvidia.dali")
+    with open_loader(packed_folders["tar"] / "train", 8, size=64, backend="dali", device="cuda") as loader:
+        batches = iter(loader)
+        next(batches)  # memory is reserved
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        computed = torch.cuda.Event()
+        computed.record()
+        images = next(batches).images
+        assert not computed.query()
+    assert images.any()
+
+
+@pytest.mark.gpu
 def test_mixed_images_keep_their_channels_last():
     images = torch.rand(4, 3, 8, 8, device="cuda").contiguous(memory_format=torch.channels_last)
     batch = MixedBatch(images, torch.arange(4, device="cuda"), torch.ones(4, dtype=torch.bool, device="cuda"))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -10,10 +9,9 @@ import torch
 
 from datapipe.dataset import DataSet
 from datapipe.errors import DecodeError, ManifestError, SettingError, ShardCorruptError
-from datapipe.loaders import base, open_loader
+from datapipe.loaders import open_loader
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment
-from datapipe.sampling.order import epoch_order, permutation
 
 
 def epoch(loader):
@@ -190,24 +188,6 @@ def test_iterating_again_goes_on_with_the_next_epoch(folder, backend):
             break
         for _ in range(2):
             assert column(epoch(loader), 2).tolist() == [*range(61), *[-1] * 9]
-
-
-def test_the_order_of_the_next_epoch_is_made_while_this_one_ends(packed_folders, monkeypatch):
-    """Not by the consumer, unless it goes elsewhere."""
-    made = []
-
-    def noted(num_samples, seed, epoch):
-        made.append((epoch, threading.current_thread() is threading.main_thread()))
-        return epoch_order(num_samples, seed, epoch)
-
-    monkeypatch.setattr(base, "epoch_order", noted)
-    with open_loader(packed_folders["tar"] / "train", 4, size=32, seed=2, last="pad") as loader:
-        seen = [torch.cat([batch.samples[batch.valid] for batch in loader]).tolist() for _ in range(3)]
-        next(iter(loader))
-        loader.set_epoch(7)
-        seen.append(torch.cat([batch.samples[batch.valid] for batch in loader]).tolist())
-    assert seen == [permutation(61, 2, epoch).tolist() for epoch in (0, 1, 2, 7)]
-    assert [epoch for epoch, is_consumers in made if is_consumers] == [0, 7]
 
 
 @pytest.mark.parametrize("wrong", [{"step": 999}, {"step": -1}, {"lanes": 7}, {"train": False}, {"last": "pad"}])
