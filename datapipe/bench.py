@@ -11,6 +11,7 @@ from typing import Any
 from . import watched
 from .dataset.manifest import Manifest, find_data_sets
 from .loaders import Loader, open_loader
+from .loaders.engine import Engine
 from .loaders.native_pixels import choose_native
 from .sampling.augment import Augment
 from .watched import TIMEOUT_S
@@ -38,6 +39,7 @@ def bench(
         - `decoder_in_c`: which is in use, if any, and why no better one;
         - `images_per_s`, `images_per_cpu_s` (CPU seconds of this process and its children, opening the loader
           included), and per epoch the images and seconds;
+        - `threads_that_fill`: threads that read, and decode unless a device does;
         - `first_batch_s`: from opening the loader to its first batch;
         - `stages_s`: seconds by the clock of all threads in each stage, waiting because the queue is full
           (`queue_full`), and of the consumer, waiting because it is empty (`queue_empty`); `limit`: the stage that
@@ -52,6 +54,7 @@ def bench(
     with open_loader(folder, batch_size, backend=backend, size=size, augment=augment, **settings) as loader:
         rows, first_batch_at = _iterate(loader, epochs, step_s)
         stages, threads = loader.stages(), loader.options.num_threads()
+        fillers = loader.decoder.count_threads(loader.options) if isinstance(loader, Engine) else threads
     cpu_s = _cpu_s() - cpu_began
     images, seconds = sum(row["images"] for row in rows), sum(row["seconds"] for row in rows)
     result = {
@@ -60,6 +63,7 @@ def bench(
         "batch_size": batch_size,
         "size": size,
         "threads": threads,
+        "threads_that_fill": fillers,
         "decoder_in_c": str(choose_native()),
         "images_per_s": images / seconds,
         "images_per_cpu_s": images / cpu_s,
@@ -126,7 +130,7 @@ def format_result(result: dict[str, Any]) -> list[str]:
     waited = stages["queue_empty"] / seconds
     limit = f"limited by {result['limit']}: the consumer waited {waited:.0%} of the time for batches"
     if "queue_full" in stages:
-        limit += f", the threads {stages['queue_full'] / seconds / result['threads']:.0%} for room"
+        limit += f", the threads {stages['queue_full'] / seconds / result['threads_that_fill']:.0%} for room"
     lines.append(limit)
     if "utilisation" in result:
         lines.append(
