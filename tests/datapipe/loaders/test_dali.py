@@ -100,18 +100,24 @@ def test_batches_are_scheduled_ahead(train):
 
 def test_no_batch_waits_for_a_later_one_to_be_read(train, monkeypatch):
     gate = threading.Event()
-    with open_loader(train, 4, backend="dali", size=24, threads=1, timeout_s=limit_s()) as loader:
-        put = loader.decoder.put
+    with open_loader(train, 4, backend="dali", size=24, threads=1) as loader:
+        put, wait = loader.decoder.put, loader._wait_until_full
 
         def put_late(slots, chunk):
             if slots.positions[0] >= 12:
                 assert gate.wait(2 * limit_s())
             return put(slots, chunk)
 
+        def note(slots):
+            if slots.positions[0] == 12:
+                gate.set()
+            wait(slots)
+
         monkeypatch.setattr(loader.decoder, "put", put_late)
+        monkeypatch.setattr(loader, "_wait_until_full", note)
         batches = iter(loader)
-        first = [next(batches).samples for _ in range(3)]  # while the fourth cannot be read
-        gate.set()
+        first = [next(batches).samples for _ in range(3)]
+        assert not gate.is_set()  # nobody has waited for the fourth, which cannot be read until then
         assert len(torch.cat([*first, *(batch.samples for batch in batches)]).unique()) == 60
 
 
