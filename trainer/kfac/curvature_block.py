@@ -193,15 +193,15 @@ class CurvatureBlock:
         per_row = sum(groups * n * (ROW_BYTES + 2 * n / OPERATIONS_PER_BYTE) for groups, n in matrices)
         return self.num_rows * (per_row + ROW_BYTES * (len(shapes) - len(matrices)))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the next steps depend on: tensors themselves, not copies."""
+    def state_dict(self, with_solution: bool = True) -> dict[str, Any]:
+        """Return what the next steps depend on: tensors themselves, not copies. Without a solution, one is due then."""
         return {
             "shapes": self.layer.shapes(),
             "averages": {name: average.state_dict() for name, average in self.averages.items()},
-            "solution": self.solution,
+            "solution": self.solution if with_solution else {},
             "num_rows": self.num_rows,
             "has_factors": self.has_factors,
-            "has_solution": self.has_solution,
+            "has_solution": self.has_solution and with_solution,
         }
 
     def load_state_dict(self, state: dict[str, Any], is_in_column: bool) -> None:

@@ -140,6 +140,10 @@ class DiagonalBlock(CurvatureBlock):
         rotated /= self.averages["scale"].value + damping
         return Eigen.rotate_back(self.solution, rotated).to(gradient.dtype)
 
+    def state_dict(self, with_solution: bool = True) -> dict[str, Any]:
+        """Return what the next steps depend on: always with the eigenvectors, in whose coordinates the diagonal is."""
+        return super().state_dict()
+
     def load_state_dict(self, state: dict[str, Any], is_in_column: bool) -> None:
         super().load_state_dict(state, is_in_column)
         if self.is_owner:

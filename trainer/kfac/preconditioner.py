@@ -242,14 +242,17 @@ class KFAC:
 
     # --- state ---
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that the next steps depend on, except the settings, of the layers that this rank owns."""
+    def state_dict(self, with_solutions: bool = True) -> dict[str, Any]:
+        """Return all that the next steps depend on, except the settings, of the layers that this rank owns.
+
+        Without solutions, two thirds of it, the first step after loading computes all of them. EKFAC's always stay.
+        """
         return {
             "steps": self.steps,
             "solver": self.settings.solver,
             **self._updates.state_dict(),
             "fallbacks": self.fallbacks(),
-            "layers": {name: block.state_dict() for name, block in self.blocks.items() if block.is_owner},
+            "layers": {name: block.state_dict(with_solutions) for name, block in self.blocks.items() if block.is_owner},
         }
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:

@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..checkpoints.file import BEST, CHECKPOINT, keep_as, random_state, save_checkpoint
+from ..config.recipe import Recipe
 from ..errors import TrainingError
 from ..ranks.world import averaged_buffers, gather, together
 from ..reporting.metrics import digest_before
@@ -106,17 +108,27 @@ def _copy(job: Job, state: State, is_best: bool, must_arrive: bool) -> tuple[dic
     take, content, error = job.saver.snapshot.take, {}, None
     with averaged_buffers(job.module, job.world) as own_buffers:
         check_finite(job, state)  # the loss that was read is that of the parameters before their last update
-        layers = job.preconditioner and job.preconditioner.state_dict()
-        own = take({"preconditioner": layers, "buffers": own_buffers}, "own")
+        # What may wait for the device comes before the copies, for which it would wait as well.
+        layers = job.preconditioner and job.preconditioner.state_dict(_repeats_bits(job.world.device, job.recipe))
         if job.world.is_main:
             try:
                 content = take(_describe(job, state), "content")
             except OSError as failure:
                 error = failure
+        own = take({"preconditioner": layers, "buffers": own_buffers}, "own")
     average, own["average_buffers"] = _copy_average(job)
     if not job.world.is_main:
         return own, None
     return own, _Content(content | {"average": average}, is_best, must_arrive, error)
+
+
+def _repeats_bits(device: torch.device, recipe: Recipe) -> bool:
+    """Return whether a run that is resumed must end with the bits of one that never stopped.
+
+    For that K-FAC's solutions, which are older than its factors, must be saved. Where nothing is promised, as on a GPU
+    by default, the first step after resuming computes them from the factors.
+    """
+    return device.type == "cpu" or recipe.train.deterministic
 
 
 def _copy_average(job: Job) -> tuple[dict[str, Any] | None, dict[str, Tensor] | None]:

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.device_counts import fake_tensors
 from tests.trainer.kfac.networks import EVERY_STEP, batch, close, gradients, run, small
+from trainer import models
 from trainer.kfac import EKFAC, KFAC
 
 
@@ -32,6 +34,52 @@ def test_a_resumed_run_is_the_same_to_the_bit(solver, inv_dtype, tmp_path):
     run(model, preconditioner, 9, first=7)
     run(again, other, 9, first=7)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "every"), [(KFAC, 1), (KFAC, 5), (EKFAC, 5)], ids=["every step", "every 5 steps", "EKFAC"]
+)
+def test_a_state_without_solutions(kind, every):
+    """They are those of the factors again; EKFAC's diagonal needs the eigenvectors that it has."""
+    both, preconditioners = [small(), small(seed=9)], []
+    for model in both:
+        preconditioners.append(kind(model, factor_update_steps=3, inv_update_steps=every))
+    run(both[0], preconditioners[0], 7)
+    whole, state = (copy.deepcopy(preconditioners[0].state_dict(with_solutions)) for with_solutions in (True, False))
+    solutions = [layer["solution"] for layer in state["layers"].values()]
+    assert any(solutions) is (kind is EKFAC) and any(layer["solution"] for layer in whole["layers"].values())
+    both[1].load_state_dict(both[0].state_dict())
+    preconditioners[1].load_state_dict(state)
+    for model, preconditioner in zip(both, preconditioners, strict=True):
+        run(model, preconditioner, 1, first=7)
+    first, second = (preconditioner.blocks for preconditioner in preconditioners)
+    assert all(torch.equal(a, b) for name in first for a, b in zip(*_factors(first[name], second[name]), strict=True))
+    weights = (model.state_dict().values() for model in both)
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True)) is (every == 1 or kind is EKFAC)
+    if kind is KFAC:
+        for block in second.values():
+            if not block.is_norm:
+                a_factor, g_factor, before = block.factor("a"), block.factor("g"), block.solution
+                wanted = block.solver.update_inverse(a_factor, g_factor, preconditioner.damping, before)
+                assert all(torch.equal(before[name], tensor) for name, tensor in wanted.items())
+
+
+def _factors(*blocks):
+    return [[average.value for average in block.averages.values()] for block in blocks]
+
+
+def test_a_state_without_solutions_takes_a_third_of_the_bytes():
+    found = []
+    with fake_tensors():
+        preconditioner = KFAC(models.build("resnet50", num_classes=1000, in_channels=3))
+        for block in preconditioner.blocks.values():
+            if not block.is_norm:
+                shapes = (block.layer.shapes()[name] for name in ("a", "g"))
+                block.solution, block.has_solution = block.solver.identity(*map(torch.empty, shapes)), True
+        for with_solutions in (True, False):
+            leaves = torch.utils._pytree.tree_leaves(preconditioner.state_dict(with_solutions))
+            found.append(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)) // 10**6)
+    assert found == [923, 308]
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "bfloat16"), ("bfloat16", None)])

@@ -10,9 +10,10 @@ import torch
 
 import trainer.run.loop
 import trainer.run.saving
-from tests.trainer.runs import DISTURBED, differing, finish
+from tests.trainer.runs import DISTURBED, KFAC, differing, finish
 from tests.waiting import limit_s
 from trainer.checkpoints.file import load_checkpoint
+from trainer.config.recipe import load_recipe
 
 
 @pytest.fixture
@@ -87,6 +88,21 @@ def test_training_continues_while_a_checkpoint_is_written(go, tmp_path, monkeypa
     assert content["state"]["step"] == 2
     saved = [value for name, value in content["model"].items() if name.endswith(("weight", "bias"))]
     assert len(saved) == len(steps[1]) and all(map(torch.equal, saved, steps[1]))
+
+
+def test_solutions_are_saved_only_where_the_same_bits_are_promised(go, recipe_file, tmp_path, monkeypatch):
+    """A run continues without them."""
+    rules = [((), "cpu", True), ((), "cuda", False), (("train.deterministic=true",), "cuda", True)]
+    for changes, device, wanted in rules:
+        recipe = load_recipe(str(recipe_file), changes)
+        assert trainer.run.saving._repeats_bits(torch.device(device), recipe) is wanted
+    monkeypatch.setattr(trainer.run.saving, "_repeats_bits", lambda _, recipe: recipe.train.epochs > 1)
+    changes = [*KFAC, "train.batch_size=110", "schedule={name='constant'}"]
+    for epochs in (1, 2):
+        assert go(*changes, f"train.epochs={epochs}", resume=True) == 0
+        (state,) = load_checkpoint(tmp_path / "run" / "checkpoint.pt")["preconditioner"]
+        assert any(layer["solution"] for layer in state["layers"].values()) is (epochs > 1)
+        assert state["steps"] == 3 * epochs
 
 
 def test_a_run_ends_after_more_failures_in_a_row_than_are_allowed(go, monkeypatch, caplog):
