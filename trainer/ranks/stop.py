@@ -58,7 +58,7 @@ class StopSignal:
     def __init__(self, world: World, names: Sequence[str] = SIGNALS, ends_at: float | None = None) -> None:
         self.number, self.is_due = 0, False
         self._ends_at = ends_at
-        self.reserve_s: Callable[[], float] = lambda: RESERVE_S  # how much of the time is kept for the end
+        self.save_s: Callable[[], float] = lambda: 0.0  # how long a checkpoint takes that training does not wait for
         self._called_at, self._longest_s = 0.0, 0.0  # the last call of `agreed`, and the longest time between two
         self._world = world
         self._signals = [signal_of(name) for name in names]
@@ -159,8 +159,12 @@ class StopSignal:
         if self._called_at:
             self._longest_s = max(self._longest_s, now - self._called_at)
         self._called_at = now
-        if self._ends_at is not None and time.time() + self.reserve_s() + 2 * self._longest_s > self._ends_at:
+        if self._ends_at is not None and self._end_takes_s() > self._ends_at - time.time():
             self._received = self._received or _TIME_IS_OVER
+
+    def _end_takes_s(self) -> float:
+        """Return how much of the time is kept for the end: a step, or a checkpoint, may be under way by then."""
+        return RESERVE_S + 2 * (self._longest_s + self.save_s())
 
     def settle(self) -> None:
         """Wait for what was sent; all ranks must call this before their connections end."""

@@ -24,7 +24,7 @@ from ..errors import DivergedError, TrainingError
 from ..optim.schedules import OneCycleSchedule
 from ..ranks.connection import ended_by_signals
 from ..ranks.heartbeat import RANK_TIMEOUT_S
-from ..ranks.limits import RESERVE_S, warn_if_short
+from ..ranks.limits import warn_if_short
 from ..ranks.stop import SIGNALS, StopSignal, signal_of
 from ..ranks.world import World, broadcast, together
 from ..reporting.loggers import LoggerFactory, find_loggers
@@ -171,10 +171,10 @@ def _run(
             with together(world):
                 if options.local_checkpoints is not None and world.is_main:
                     opened = open_local(options.local_checkpoints, out, recipe.train.keep_checkpoints, checkpoint)
-                    local = stack.enter_context(opened)
-                    stop.reserve_s = lambda: RESERVE_S + 2 * local.longest_copy_s  # one may be under way
-                    job = replace(job, local=local)
+                    job = replace(job, local=stack.enter_context(opened))
                     stack.callback(world.watch.stop)  # other ranks, which fail as well, need not wait for copies
+        local = job.local  # and not the job, whose connections would outlive it
+        stop.save_s = lambda: state.longest_save_s + (local.longest_copy_s if local else 0)
         with stop:
             return _train_and_record(job, state, stop)
 

@@ -32,11 +32,13 @@ class Saver:
     Attributes:
         snapshot: Copies of what is being written.
         group: The ranks' connection for it, apart from that of the training; None for one rank.
+        longest_s: Longest time that one took, in seconds.
     """
 
     def __init__(self, world: World) -> None:
         self.snapshot = Snapshot()
         self.group = dist.new_group(backend="gloo", timeout=clock.OUTLASTS_ALL) if world.world_size > 1 else None
+        self.longest_s = 0.0
         self._pending: Pending | None = None
 
     def begin(self, write: Callable[[], None], place: tuple[int, int], may_fail: bool) -> None:
@@ -50,10 +52,12 @@ class Saver:
         errors: list[BaseException] = []
 
         def run() -> None:
+            began = clock.now()
             try:
                 write()
             except BaseException as error:
                 errors.append(error)
+            self.longest_s = max(self.longest_s, clock.now() - began)
 
         thread = threading.Thread(target=run, name="trainer-saving", daemon=True)
         self._pending = Pending(place, may_fail, thread, errors)

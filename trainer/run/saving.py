@@ -72,6 +72,7 @@ def settle(job: Job, state: State) -> None:
         try:
             with together(job.world), job.world.watch.at(_folder(job)) if job.world.is_main else nullcontext():
                 pending.thread.join()
+                state.longest_save_s = job.saver.longest_s
                 for error in pending.errors:
                     raise error
         except (OSError, TrainingError) as error:

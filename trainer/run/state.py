@@ -157,6 +157,8 @@ class State:
     """When the last checkpoint was, or the first would have been: `time.monotonic()`."""
     failed_saves: int = 0
     """Checkpoints in a row that could not be written."""
+    longest_save_s: float = 0.0
+    """Longest time that a checkpoint took to write, in seconds, while training continued."""
     lr_factor: float = 1.0
     """By which the schedule's learning rate is multiplied, since the run was rolled back."""
     recoveries: int = 0

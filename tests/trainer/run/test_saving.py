@@ -4,16 +4,21 @@ import errno
 import shutil
 import signal
 import threading
+import time
+from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import trainer.run.loop
+import trainer.run.saver
 import trainer.run.saving
 from tests.trainer.runs import DISTURBED, KFAC, differing, finish
 from tests.waiting import limit_s
 from trainer.checkpoints.file import load_checkpoint
 from trainer.config.recipe import load_recipe
+from trainer.run.run import RunOptions, run
 
 
 @pytest.fixture
@@ -103,6 +108,17 @@ def test_solutions_are_saved_only_where_the_same_bits_are_promised(go, recipe_fi
         (state,) = load_checkpoint(tmp_path / "run" / "checkpoint.pt")["preconditioner"]
         assert any(layer["solution"] for layer in state["layers"].values()) is (epochs > 1)
         assert state["steps"] == 3 * epochs
+
+
+def test_time_is_reserved_for_two_checkpoints(alone, packed, recipe_file, tmp_path, monkeypatch):
+    """One may be under way when the last one is due."""
+    times = cycle([0.0, 10_000.0])  # before and after each
+    fake = SimpleNamespace(now=lambda: next(times))
+    monkeypatch.setattr(trainer.run.saver, "clock", fake)
+    recipe = load_recipe(str(recipe_file), ["train.epochs=1", "train.checkpoint_every_steps=1"])
+    left_s = 15_000
+    assert run(recipe, packed, tmp_path / "run", RunOptions(ends_at=time.time() + left_s)) == 75
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["step"] <= 3
 
 
 def test_a_run_ends_after_more_failures_in_a_row_than_are_allowed(go, monkeypatch, caplog):
