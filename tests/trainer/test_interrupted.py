@@ -99,15 +99,15 @@ def test_it_stops_before_the_time_that_the_command_gives_it(packed, recipe_file,
 @pytest.mark.ranks
 def test_checkpoints_by_time(train, tmp_path):
     """Within an epoch, of all ranks at the same step; a run that is killed continues from there."""
-    changes = ["train.checkpoint_every_minutes=1e-6", "train.batch_size=64", "train.epochs=1"]  # due in each step
-    both = [train("run", *changes, program=[DISTURBED, "kill", 5, "all"], env=env) for env in each_rank(2)]
+    changes = ["train.checkpoint_every_minutes=1e-6", "train.epochs=1"]  # due in every other step
+    both = [train("run", *changes, program=[DISTURBED, "kill", 7, "all"], env=env) for env in each_rank(2)]
     codes = {finish(rank)[0] for rank in both}
     assert -signal.SIGKILL in codes <= {1, -signal.SIGKILL}  # 1: the other one was killed first
     kept = [load_checkpoint(tmp_path / "run" / f"checkpoint{end}.pt")["state"]["step"] for end in ("", "-1")]
-    assert 5 > kept[0] > kept[1] > 0 and not (tmp_path / "run" / "best.pt").exists()
+    assert 7 > kept[0] > kept[1] > 0 and not (tmp_path / "run" / "best.pt").exists()
     code, _, err = finish(train("run", *changes, words=["--resume"], ranks=2))
     assert code == 0, err
-    assert load_checkpoint(tmp_path / "run" / "best.pt")["state"]["step"] == 5
+    assert load_checkpoint(tmp_path / "run" / "best.pt")["state"]["step"] == 10
 
 
 def test_a_signal_while_a_batch_does_not_come(train, packed, tmp_path):
