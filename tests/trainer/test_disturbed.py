@@ -17,6 +17,9 @@ SHARDED = [*KFAC, "kfac.grad_worker_fraction=0"]  # each layer's state is on one
 # What is done, in which step and to which rank; and the exit codes of both. 1: the other one is gone.
 DISTURBANCES = [
     ("kill", 4, 1, {1, -signal.SIGKILL}),
+    ("part", 6, 1, {1, -signal.SIGKILL}),  # the other one's thread waits for its part
+    ("part", 6, 0, {1, -signal.SIGKILL}),
+    ("file", 6, 0, {1, -signal.SIGKILL}),
     ("terminate", 8, 0, {143}),
     ("kill", 10, "all", {1, -signal.SIGKILL}),  # or only the second: both may be in this step
     ("best", 0, 0, {1, -signal.SIGKILL}),  # at the end of an epoch

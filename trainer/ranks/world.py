@@ -155,15 +155,15 @@ def gather(world: World, value: T, group: dist.ProcessGroup | None = None) -> li
     data = _pack(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.world_size)]
     dist.all_gather(sizes, torch.tensor([len(data)]), group)
-    room = max(int(size) for size in sizes)
-    padded = torch.zeros(room, dtype=torch.uint8)
-    padded[: len(data)] = data
     if not world.is_main:
-        dist.gather(padded, group=group)
+        dist.send(data, 0, group)
         return None
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.gather(padded, gathered, group=group)
-    return [_unpack(data[: int(size)]) for data, size in zip(gathered, sizes, strict=True)]
+    values = [value]
+    for rank, size in enumerate(sizes[1:], 1):  # in their own sizes: some may have much, and most little
+        received = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(received, rank, group)
+        values.append(_unpack(received))
+    return values
 
 
 def gather_everywhere(world: World, value: T) -> list[T]:

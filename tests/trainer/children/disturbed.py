@@ -1,7 +1,8 @@
 """`trainer`, disturbed at a chosen moment: disturbed.py WHAT STEP RANK, and then the words of the command.
 
 WHAT happens to this rank before the update of this step; "best": it is killed where it would keep a checkpoint as the
-best; "nan": the loss of this step is not a number, once.
+best; "part": where it would send or gather the parts of this step's checkpoint; "file": where that is complete, except
+for its name; "nan": the loss of this step is not a number, once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from datapipe.loaders import Batch
+from trainer.checkpoints import file
 from trainer.cli import main
 from trainer.run import loop, objective, saving
 from trainer.run.job import Job
@@ -24,9 +26,13 @@ SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": sig
 ERRORS = {"surprise": ZeroDivisionError("a surprise"), "second Ctrl-C": KeyboardInterrupt(), "exit": SystemExit(143)}
 
 
+def _kill(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def disturb(what: str, chosen: int) -> None:
     """Have it happen in this process, in the chosen step."""
-    real_update, real_loss = loop._update, objective.batch_loss
+    real_update, real_loss, real_copy = loop._update, objective.batch_loss, saving._copy
     left = [chosen]
 
     def update(job: Job, state: State, *step: Any) -> None:
@@ -43,8 +49,18 @@ def disturb(what: str, chosen: int) -> None:
             return loss * math.nan
         return loss
 
-    if what == "best":
-        saving.keep_best = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    def copy(job: Job, state: State, *rest: Any, **options: Any) -> Any:
+        if state.step == chosen:
+            if what == "part":
+                saving.gather = _kill
+            else:
+                file.move_earlier = _kill
+        return real_copy(job, state, *rest, **options)
+
+    if what in ("part", "file"):
+        saving._copy = copy
+    elif what == "best":
+        saving.keep_best = _kill
     elif what == "nan":
         objective.batch_loss = batch_loss
     else:
