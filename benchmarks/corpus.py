@@ -2,6 +2,7 @@
 
     python -m benchmarks.corpus photographs --count 6000 [--packed]
     python -m benchmarks.corpus fashion-mnist
+    python -m benchmarks.corpus originals
 
 Photographs are windows of 500×375 and 375×500 pixels, cut from the photographs in two of Debian's
 packages, one class a photograph. Everything goes to benchmarks/work/ and is found there again.
@@ -12,13 +13,17 @@ from __future__ import annotations
 import argparse
 import gzip
 import io
+import os
 import random
 import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -39,6 +44,7 @@ PACKAGES = {
         ("BytheWater", "ColorfulCups", "EveningGlow", "FallenLeaf", "Grey", "OneStandsOut", "Path"),
     ),
 }
+ORIGINALS = WORK / "originals"
 LONG, SHORT = 500, 375  # the commonest sizes in ImageNet's training set
 PORTRAITS = 4  # one image in four stands upright
 SHORT_SIDE = 520  # photographs are scaled to this first: at full size, a window is mostly a smooth detail
@@ -48,6 +54,8 @@ SHARDS = 8  # of a tar data set, about
 DRAWN_NOISE, DRAWN_QUALITY = 12.0, 92  # give files of about AIMED_BYTES
 FASHION_MNIST = 60_000
 TAR_BYTES = 2240  # of a small PNG and its label in a tar
+
+Window = tuple[str, tuple[int, int, int, int]]  # a class, and left, top, right and bottom in pixels of its photograph
 
 
 def photographs(count: int, val_count: int = 0, seed: int = 0, quality: int = 0) -> Path:
@@ -60,15 +68,21 @@ def photographs(count: int, val_count: int = 0, seed: int = 0, quality: int = 0)
     folder = WORK / (name + (f"-quality{quality}" if quality else ""))
     images = folder / "images"
     if not images.exists():
-        originals = {path.stem: _scaled(path) for path in _originals()}
+        sources = find_originals()
+        originals = dict(zip((path.stem for path in sources), _do_all(_scaled, sources), strict=True))
         sized, quality = not quality, quality or _quality(originals, seed)
         print(f"{count + val_count:,} windows of {len(originals)} photographs, JPEG quality {quality}", flush=True)
         temporary = _emptied(folder / "images.tmp")
+
+        def write(split: str, i: int, window: Window) -> None:
+            label, box = window
+            path = temporary / split / label / f"{i:06}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            originals[label].crop(box).save(path, quality=quality)
+
         for split, number in (("train", count), ("val", val_count)):
-            for i, (label, window) in enumerate(_windows(originals, number, f"{seed} {split}")):
-                path = temporary / split / label / f"{i:06}.jpg"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                window.save(path, quality=quality)
+            windows = _windows(originals, number, f"{seed} {split}")
+            _do_all(partial(write, split), range(number), windows)
         if sized:
             _check(temporary)
         temporary.rename(images)
@@ -80,7 +94,8 @@ def drawn(folder: Path, count: int, val_count: int = 0) -> Path:
     images = folder / "images"
     if not images.exists():
         temporary = _emptied(folder / "images.tmp")
-        for i in range(count + val_count):
+
+        def write(i: int) -> None:
             random = np.random.default_rng(i)
             width, height = (SHORT, LONG) if i % PORTRAITS == PORTRAITS - 1 else (LONG, SHORT)
             y, x = np.mgrid[0:height, 0:width] / LONG
@@ -90,16 +105,17 @@ def drawn(folder: Path, count: int, val_count: int = 0) -> Path:
             path = temporary / ("train" if i < count else "val") / str(i % 10) / f"{i:06}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=DRAWN_QUALITY)
+
+        _do_all(write, range(count + val_count))
         temporary.rename(images)
     return folder
 
 
 def pictures(count: int, val_count: int = 0) -> Path:
-    """Folder of `photographs`, or of what `drawn` draws where these cannot be had."""
-    try:
+    """Folder of `photographs` where the originals are there, else of what `drawn` draws; nothing is downloaded."""
+    if ORIGINALS.exists():
         return photographs(count, val_count)
-    except SystemExit as error:
-        print(f"no photographs ({error}): drawing pictures", flush=True)
+    print(f"no photographs in {ORIGINALS}: drawing pictures", flush=True)
     return drawn(WORK / (f"drawn-{count}" + (f"-{val_count}" if val_count else "")), count, val_count)
 
 
@@ -194,18 +210,17 @@ def first_items(idx: bytes, count: int) -> bytes:
     return idx[:4] + struct.pack(">I", count) + idx[8 : header_bytes + count * item_bytes]
 
 
-def _originals() -> list[Path]:
+def find_originals() -> list[Path]:
     """The photographs, from Debian's packages unless they are there already."""
-    folder = WORK / "originals"
-    if not folder.exists():
-        temporary = _emptied(WORK / "originals.tmp")
+    if not ORIGINALS.exists():
+        temporary = _emptied(ORIGINALS.with_suffix(".tmp"))
         for package, (pattern, names) in PACKAGES.items():
             unpacked = _unpacked(package)
             for name in names:
                 shutil.copyfile(unpacked / pattern.format(name), temporary / f"{name}.jpg")
             shutil.rmtree(unpacked)
-        temporary.rename(folder)
-    return sorted(folder.iterdir())
+        temporary.rename(ORIGINALS)
+    return sorted(ORIGINALS.iterdir())
 
 
 def _unpacked(package: str) -> Path:
@@ -219,7 +234,7 @@ def _unpacked(package: str) -> Path:
         raise SystemExit(
             f"error: Debian's package {package} cannot be had here ({error}). The photographs need a Debian or "
             f"Ubuntu whose `apt-get download {package}` works (`apt-get update` may help), or a copy of "
-            f"{WORK / 'originals'} from a machine where it did."
+            f"{ORIGINALS} from a machine where it did."
         ) from None
     return folder
 
@@ -230,8 +245,8 @@ def _scaled(path: Path) -> Image.Image:
         return image.convert("RGB").resize([round(side * scale) for side in image.size], Image.Resampling.LANCZOS)
 
 
-def _windows(originals: dict[str, Image.Image], count: int, seed: str) -> Iterator[tuple[str, Image.Image]]:
-    """`count` pairs of class and window, the classes in turn."""
+def _windows(originals: dict[str, Image.Image], count: int, seed: str) -> Iterator[Window]:
+    """`count` windows, the classes in turn."""
     draw = random.Random(seed)
     labels = sorted(originals)
     for i in range(count):
@@ -239,16 +254,16 @@ def _windows(originals: dict[str, Image.Image], count: int, seed: str) -> Iterat
         width, height = (SHORT, LONG) if i // len(labels) % PORTRAITS == PORTRAITS - 1 else (LONG, SHORT)
         original = originals[label]
         left, top = draw.randint(0, original.width - width), draw.randint(0, original.height - height)
-        yield label, original.crop((left, top, left + width, top + height))
+        yield label, (left, top, left + width, top + height)
 
 
 def _quality(originals: dict[str, Image.Image], seed: int) -> int:
     """The lowest JPEG quality that reaches the aimed mean size on a few windows of each photograph."""
-    probes = [window for _, window in _windows(originals, 4 * len(originals), f"{seed} probe")]
+    boxes = _windows(originals, 4 * len(originals), f"{seed} probe")
+    probes = [originals[label].crop(box) for label, box in boxes]
     for quality in range(75, 101):
         files = [io.BytesIO() for _ in probes]
-        for file, window in zip(files, probes, strict=True):
-            window.save(file, "JPEG", quality=quality)
+        _do_all(lambda file, window, quality=quality: window.save(file, "JPEG", quality=quality), files, probes)
         if sum(file.tell() for file in files) >= AIMED_BYTES * len(probes):
             return quality
     raise SystemExit(f"error: no JPEG quality reaches {AIMED_BYTES:,} bytes an image")
@@ -267,13 +282,19 @@ def _quality_of(path: Path) -> int | None:
 
 
 def _write_noise(folder: Path, count: int, size: int, channels: int, val_count: int = 0) -> None:
-    random = np.random.default_rng(0)
-    for split, number in (("train", count), ("val", val_count)):
-        for i in range(number):
-            path = folder / split / str(i % 10) / f"{i:06}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pixels = random.integers(256, size=(size, size, channels), dtype=np.uint8)
-            Image.fromarray(pixels.squeeze()).save(path, compress_level=0)
+    def write(i: int) -> None:
+        path = folder / ("train" if i < count else "val") / str(i % 10) / f"{i:06}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(i).integers(256, size=(size, size, channels), dtype=np.uint8)
+        Image.fromarray(pixels.squeeze()).save(path, compress_level=0)
+
+    _do_all(write, range(count + val_count))
+
+
+def _do_all(work: Callable[..., Any], *arguments: Iterable[Any]) -> list[Any]:
+    """Return what `map` does, by as many threads as there are cores: Pillow and numpy let go of Python's lock."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        return list(threads.map(work, *arguments))
 
 
 def _check(images: Path) -> None:
@@ -304,11 +325,15 @@ def _emptied(folder: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make a corpus of the benchmarks.")
-    parser.add_argument("name", choices=["photographs", "fashion-mnist"])
+    parser.add_argument("name", choices=["photographs", "fashion-mnist", "originals"])
     parser.add_argument("--count", type=int, default=6000, help="photographs to train on (default: %(default)s)")
     parser.add_argument("--val-count", type=int, default=0, help="photographs to validate on (default: none)")
     parser.add_argument("--packed", action="store_true", help="photographs: pack them, too, as bench_loader does")
     arguments = parser.parse_args()
+    if arguments.name == "originals":
+        find_originals()
+        print(ORIGINALS)
+        return 0
     count, val_count = arguments.count, arguments.val_count
     folder = photographs(count, val_count) if arguments.name == "photographs" else fashion_mnist()
     if arguments.packed and arguments.name == "photographs":

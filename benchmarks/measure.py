@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "benchmarks" / "work"  # data sets and runs; git ignores it
 RESULTS = ROOT / "benchmarks" / "results"
+COMMIT = ROOT / "COMMIT"  # of an archive without .git: the commit that it was made of
 RAM_DISK = Path("/dev/shm")
 PACKAGES = ("torch", "numpy", "Pillow", "simplejpeg", "webdataset", "h5py", "lmdb")
 
@@ -228,18 +229,20 @@ def shown(figures: Mapping[str, float], digits: int = 0) -> str:
 def environment() -> dict:
     """Return hardware, system, versions and commit, for the head of a record.
 
-    To be called before the runs: the code on disk may change under them.
+    To be called before the runs: the code on disk may change under them. What cannot be known is None: the version of a
+    package that is missing, and without git what has changed since the commit that the file COMMIT names.
     """
+    changed = _git("status", "--porcelain", "--", "datapipe", "trainer", "benchmarks/*.py")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _first("/proc/cpuinfo", "model name") or platform.processor(),
+        "cpu": first_line_with("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.freedesktop_os_release().get("PRETTY_NAME", platform.system()),
         "kernel": platform.release(),
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "datapipe", "trainer", "benchmarks/*.py")),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "commit": COMMIT.read_text().strip() if COMMIT.exists() else _git("rev-parse", "HEAD"),
+        "uncommitted_changes": None if changed is None else bool(changed),
     }
 
 
@@ -253,13 +256,26 @@ def write_record(name: str, record: dict) -> Path:
     return path
 
 
-def _first(path: str, key: str) -> str | None:
+def first_line_with(path: str, key: str) -> str | None:
+    """Return what follows the colon of the first line that begins with a key; None if no line does, or no file is there."""
+    if not Path(path).exists():
+        return None
     for line in Path(path).read_text().splitlines():
         if line.startswith(key):
             return line.partition(":")[2].strip()
     return None
 
 
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _git(*arguments: str) -> str | None:
+    """Return what git prints of this checkout; None if there is no git, or this is an unpacked archive."""
+    if COMMIT.exists() or shutil.which("git") is None:
+        return None
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None

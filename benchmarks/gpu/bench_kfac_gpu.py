@@ -1,56 +1,53 @@
 """What does K-FAC add to a training step on a GPU?
 
-    python -m benchmarks.gpu.bench_kfac_gpu [--model resnet50 --size 224 --batch-size 128] [--periods 2]
-
-Steps of SGD (fused) and of K-FAC with each solver take turns, in bf16 and channels-last, on random images, with factors
-every 10 steps and solutions every 100, over whole periods after the first steps. Beside the times, what K-FAC's
-operations by formula (factors by im2col, in bfloat16) would take at the speed of a large product and its bytes (all of
-float32, but bfloat16 solutions) at that of a copy, both measured here. That is not a floor: the factors of 3×3
-convolutions take a fifth of im2col's operations. A second table has the two ways to these factors.
-Then ten more steps of each without a refresh, and ten in which all layers refresh, in which a synchronisation of the
-host is an error (torch.linalg.eigh is one, as it looks whether it converged). Unattended;
-prints one table and writes results/kfac_gpu.json. `--device cpu` runs all that does not need a GPU, and writes none.
+Periods of steps of SGD (fused) and of K-FAC take turns, in bf16 and channels-last, on random images, with factors every
+10 steps and solutions every 100. The host is not synchronised between the steps, as in a training: events on the device
+time each step, and a period's wall time without the last wait is the host's. Beside them stands what K-FAC's operations
+by formula (factors by im2col, in bfloat16) would take at the speed of a large product and its bytes (all of float32, but
+bfloat16 solutions) at that of a copy, both measured here. That is not a floor: the factors of 3×3 convolutions take a
+fifth of im2col's operations, but in float32. Then ten more steps without a refresh, and ten in which all layers refresh,
+in which a synchronisation of the host is an error (torch.linalg.eigh is one, as it looks whether it converged).
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.bench_kfac import operations
-from benchmarks.gpu import hardware
-from benchmarks.measure import command_line, environment, table, write_record
+from benchmarks.gpu import Conditions, Figures, Step
 from trainer import models
-from trainer.kfac import KFAC, factors
+from trainer.kfac import KFAC
 
-SGD = "SGD"
 OURS = {
-    "K-FAC, cholesky": {"solver": "cholesky"},
-    "K-FAC, cholesky, bfloat16": {"solver": "cholesky", "inv_dtype": "bfloat16"},
-    "K-FAC, eigen": {"solver": "eigen"},
+    "cholesky": {"solver": "cholesky"},
+    "cholesky, bfloat16": {"solver": "cholesky", "inv_dtype": "bfloat16"},
+    "cholesky, without norms": {"solver": "cholesky", "skip": ["BatchNorm"]},
+    "eigen": {"solver": "eigen"},
 }
-SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "factor_decay": 0.95,
-            "kl_clip": 0.001, "lr": 0.1}  # fmt: skip
+SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "factor_decay": 0.95, "kl_clip": 0.001, "lr": 0.1}
 NUM_CLASSES = 1000
-WARM_UP = 64  # steps; K-FAC then continues as in its second period
 LONG = 10_000  # an interval with far more steps than layers, whose turns are at its beginning
 SYNC_STEPS = 10
 
 
 class Training:
-    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+    """A network, its optimizer, and K-FAC with the named settings of `OURS`, or without it."""
+
+    def __init__(self, at: Conditions, name: str | None) -> None:
         torch.manual_seed(0)
-        self._device = arguments.device
-        model = models.build(arguments.model, num_classes=NUM_CLASSES, in_channels=3)
+        self._device = torch.device(at.device)
+        model = models.build(at.model, num_classes=NUM_CLASSES, in_channels=3)
         self.model = model.to(self._device, memory_format=torch.channels_last)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, fused=True)
-        self.preconditioner = KFAC(self.model, **OURS[name], **SETTINGS) if name in OURS else None
+        kfac = {} if name is None else {**OURS[name], **SETTINGS, "inv_update_steps": at.period}
+        self.preconditioner = KFAC(self.model, **kfac) if kfac else None
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self.optimizer.zero_grad()
@@ -61,54 +58,51 @@ class Training:
             self.preconditioner.step()
         self.optimizer.step()
 
-    def timed(self, x: torch.Tensor, y: torch.Tensor) -> float:
-        """Milliseconds on the device."""
-        return elapsed_ms(self._device, lambda: self.step(x, y))
 
+def time_in_a_row(device: torch.device, work: Callable[[], object], count: int) -> tuple[list[float], float]:
+    """Do some work again and again, without a wait between.
 
-def elapsed_ms(device: torch.device, work: Callable[[], object]) -> float:
-    """On the device."""
+    Returns:
+        Milliseconds on the device of each time, and of the host for one on average. The host waits, too, where more
+        launches are queued than the driver takes (about 1,000): its time is then that of the device.
+    """
     if device.type == "cpu":
-        began = time.perf_counter()
+        marks = [time.perf_counter()]
+        for _ in range(count):
+            work()
+            marks.append(time.perf_counter())
+        times = [1e3 * (end - begin) for begin, end in zip(marks, marks[1:], strict=False)]
+        return times, statistics.mean(times)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    events[0].record()
+    for event in events[1:]:
         work()
-        return 1e3 * (time.perf_counter() - began)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
+        event.record()
+    host_ms = 1e3 * (time.perf_counter() - began) / count
+    torch.cuda.synchronize(device)
+    return [begin.elapsed_time(end) for begin, end in zip(events, events[1:], strict=False)], host_ms
 
 
 def ceilings(device: torch.device, n: int) -> dict[str, float]:
     """Operations a second of a product of two matrices [n, n], by type, and bytes a second of a copy of one."""
+
+    def least_ms(work: Callable[[], object]) -> float:
+        return min(time_in_a_row(device, work, 5)[0])
+
     a, b = (torch.randn(n, n, device=device) for _ in range(2))
-    per_s = {"bytes": 8e3 * n * n / min(elapsed_ms(device, a.clone) for _ in range(5))}
+    per_s = {"bytes": 8e3 * n * n / least_ms(a.clone)}
     for dtype in ("float32", "bfloat16"):
         c, d = (matrix.to(getattr(torch, dtype)) for matrix in (a, b))
-        per_s[dtype] = 2e3 * n**3 / min(elapsed_ms(device, lambda c=c, d=d: c @ d) for _ in range(5))
+        per_s[dtype] = 2e3 * n**3 / least_ms(partial(torch.matmul, c, d))
     return per_s
-
-
-def offsets_ms(device: torch.device, batch_size: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of the two ways to the factor of a 3×3 convolution, by layer of ResNet-50, in bfloat16."""
-    by_layer = {}
-    for channels, size in ((64, 56), (128, 28), (256, 14), (512, 7)):
-        x = torch.randn(batch_size, channels, size, size, device=device, dtype=torch.bfloat16)
-        x = x.to(memory_format=torch.channels_last)
-        ways = {
-            "products": lambda x=x: factors._products_of_offsets(x),
-            "convolution": lambda x=x: factors._convolved_offsets(factors.accumulating(x)),
-        }
-        layer = f"{channels} channels, {size} px"
-        by_layer[layer] = {name: min(elapsed_ms(device, way) for _ in range(5)) for name, way in ways.items()}
-    return by_layer
 
 
 def waits(training: Training, x: torch.Tensor, y: torch.Tensor, inv_update_steps: int) -> str:
     """Does a step synchronise the host?"""
     if x.device.type == "cpu":
-        return "no GPU"
+        return "needs a GPU"
     if training.preconditioner is not None:
         training.preconditioner.inv_update_steps = inv_update_steps
         training.preconditioner.steps = LONG + LONG // 2
@@ -123,78 +117,56 @@ def waits(training: Training, x: torch.Tensor, y: torch.Tensor, inv_update_steps
     return "none"
 
 
-def main() -> int:
-    parser = command_line(__doc__)
-    parser.add_argument("--model", default="resnet50", help="(default: %(default)s)")
-    parser.add_argument("--size", type=int, default=224, help="pixels (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=128, help="(default: %(default)s)")
-    parser.add_argument("--periods", type=int, default=2, help="of 100 measured steps (default: %(default)s)")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="(default: %(default)s)")
-    arguments = parser.parse_args()
-    described = environment()
+def formula_ms(name: str, at: Conditions) -> float:
+    """Return the milliseconds of K-FAC's operations per step at the speeds that `ceilings` measures."""
+    device = torch.device(at.device)
+    ceiling = ceilings(device, 512 if device.type == "cpu" else 8192)
+    flops = operations(at.model, at.size, at.batch_size, NUM_CLASSES)
+    solver, inv_dtype = OURS[name]["solver"], OURS[name].get("inv_dtype", "float32")
+    precondition_s = flops[f"precondition, {solver}"] / ceiling[inv_dtype]
+    computing_s = flops["factors"] / ceiling["bfloat16"] + flops[solver] / ceiling["float32"] + precondition_s
+    moved = flops["bytes" if inv_dtype == "float32" else "bytes, bfloat16"]
+    return 1e3 * max(computing_s, moved / ceiling["bytes"])
+
+
+def compare_with_sgd(at: Conditions, name: str) -> Figures:
+    """Return the milliseconds of steps with K-FAC and without, over whole periods."""
+    device = torch.device(at.device)
     torch.backends.cudnn.benchmark = True
-    x = torch.randn(arguments.batch_size, 3, arguments.size, arguments.size, device=arguments.device)
-    x = x.to(memory_format=torch.channels_last)
-    y = torch.randint(NUM_CLASSES, (arguments.batch_size,), device=arguments.device)
-
-    names = [SGD, *OURS]
-    trainings = {name: Training(name, arguments) for name in names}
-    times = {name: [] for name in names}
-    for number in range(WARM_UP + arguments.periods * SETTINGS["inv_update_steps"]):
-        for name in OURS if number == WARM_UP else ():
-            trainings[name].preconditioner.steps = SETTINGS["inv_update_steps"]
-        for name in names:
-            ms = trainings[name].timed(x, y)
-            if number >= WARM_UP:
-                times[name].append(ms)
-    flops = operations(arguments.model, arguments.size, arguments.batch_size, NUM_CLASSES)
-    ceiling = ceilings(arguments.device, 512 if arguments.device.type == "cpu" else 8192)
-
-    def formula_ms(name: str) -> float:
-        if name not in OURS:
-            return 0.0
-        solver = OURS[name]["solver"]
-        inv_dtype = OURS[name].get("inv_dtype", "float32")
-        precondition_s = flops[f"precondition, {solver}"] / ceiling[inv_dtype]
-        computing_s = flops["factors"] / ceiling["bfloat16"] + flops[solver] / ceiling["float32"] + precondition_s
-        moved = flops["bytes" if inv_dtype == "float32" else "bytes, bfloat16"]
-        return 1e3 * max(computing_s, moved / ceiling["bytes"])
-
-    figures = {
-        name: {
-            "median_ms": statistics.median(all_ms),
-            "mean_ms": statistics.mean(all_ms),
-            "worst_over_median": max(all_ms) / statistics.median(all_ms),
-            "added": sum(all_ms) / sum(times[SGD]) - 1,
-            "formula_ms": formula_ms(name),
-            "waits": waits(trainings[name], x, y, LONG),
-            "waits_in_refreshes": waits(trainings[name], x, y, 1),
-        }
-        for name, all_ms in times.items()
+    x = torch.randn(at.batch_size, 3, at.size, at.size, device=device).to(memory_format=torch.channels_last)
+    y = torch.randint(NUM_CLASSES, (at.batch_size,), device=device)
+    trainings = {"SGD": Training(at, None), "K-FAC": Training(at, name)}
+    for training in trainings.values():  # the first steps; K-FAC then continues as in its second period
+        time_in_a_row(device, partial(training.step, x, y), 1 + at.period // 2)
+    trainings["K-FAC"].preconditioner.steps = at.period
+    times: dict[str, list[float]] = {way: [] for way in trainings}
+    hosts: dict[str, list[float]] = {way: [] for way in trainings}
+    for _ in range(at.rounds):
+        for way, training in trainings.items():
+            in_ms, host_ms = time_in_a_row(device, partial(training.step, x, y), at.period)
+            times[way] += in_ms
+            hosts[way].append(host_ms)
+    ours = times["K-FAC"]
+    return {
+        "ms": statistics.mean(ours),
+        "sgd_ms": statistics.mean(times["SGD"]),
+        "added": sum(ours) / sum(times["SGD"]) - 1,
+        "worst_over_median": max(ours) / statistics.median(ours),
+        "host_ms": statistics.mean(hosts["K-FAC"]),
+        "sgd_host_ms": statistics.mean(hosts["SGD"]),
+        "formula_ms": formula_ms(name, at),
+        "waits": waits(trainings["K-FAC"], x, y, LONG),
+        "waits_in_refreshes": waits(trainings["K-FAC"], x, y, 1),
+        "times_ms": times,
     }
-    rows = [
-        [name, f"{its['median_ms']:.1f}", f"{its['mean_ms']:.1f}", f"{its['added']:+.1%}", f"{its['formula_ms']:.1f}",
-         f"{its['worst_over_median']:.2f}", its["waits"], its["waits_in_refreshes"]]
-        for name, its in figures.items()
-    ]  # fmt: skip
-    what = f"{arguments.model}, {arguments.size} px, batch {arguments.batch_size}"
-    print(table([what, "median ms", "mean ms", "added", "K-FAC by formula ms", "worst ÷ median", "host waits",
-                 "in refreshes"], rows))  # fmt: skip
-    offsets = offsets_ms(arguments.device, arguments.batch_size)
-    rows = [[layer, *(f"{ms:.2f}" for ms in by_way.values())] for layer, by_way in offsets.items()]
-    print(table(["offsets of a 3×3 kernel", "products ms", "convolution ms"], rows))
-    if arguments.device.type == "cpu":
-        return 0
-    settings = {**SETTINGS, **vars(arguments), "device": str(arguments.device)}
-    record = {
-        "environment": described | hardware(arguments.device),
-        "settings": settings,
-        "operations": flops,
-        "ceilings_per_s": ceiling,
-    }
-    print(write_record("kfac_gpu", record | {"found": figures, "times_ms": times, "offsets_ms": offsets}))
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def compare_small_batches(at: Conditions) -> Figures:
+    """Compare at 32 images per GPU, where launches bound a step."""
+    return compare_with_sgd(replace(at, batch_size=min(32, at.batch_size)), "cholesky")
+
+
+STEPS = [
+    *(Step(f"K-FAC's step: {name}", partial(compare_with_sgd, name=name), 75, 225) for name in OURS),
+    Step("K-FAC's step: cholesky, 32 images", compare_small_batches, 40, 120),
+]

@@ -170,7 +170,7 @@ def test_photographs_of_a_quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     original = tmp_path / "original.png"
     Image.effect_noise((600, 520), 50).convert("RGB").save(original)
     monkeypatch.setattr(corpus, "WORK", tmp_path)
-    monkeypatch.setattr(corpus, "_originals", lambda: [original])
+    monkeypatch.setattr(corpus, "find_originals", lambda: [original])
     folders = {quality: corpus.photographs(2, quality=quality) for quality in (90, 97)}
     for quality, folder in folders.items():
         described = corpus.describe(folder)
