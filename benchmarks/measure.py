@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-WORK = ROOT / "benchmarks" / "work"  # data sets and runs; git ignores it
+# Data sets and runs; git ignores the folder.
+WORK = Path(os.environ.get("BENCHMARKS_WORK") or ROOT / "benchmarks" / "work").absolute()
 RESULTS = ROOT / "benchmarks" / "results"
 COMMIT = ROOT / "COMMIT"  # of an archive without .git: the commit that it was made of
 RAM_DISK = Path("/dev/shm")

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -59,11 +61,12 @@ def run_recipe(name: str, data: Path, at: Conditions, *changes: str) -> list[dic
 
 
 def describe_training(events: list[dict]) -> Figures:
-    """Return the speed of the epochs after the first, and what the whole run waited, compiled and kept."""
-    rates = [event["images_per_s"] for event in events if event["event"] == "epoch"][1:]
+    """Return the speed of the epochs, if there are several without the first, and what the whole run waited, compiled
+    and kept."""
+    rates = [event["images_per_s"] for event in events if event["event"] == "epoch"]
     end = events[-1]
     return {
-        "images_per_s": spread(rates),
+        "images_per_s": spread(rates[1:] or rates),
         "wait_share": end["wait_share"],
         "gpu_memory_gib": end["ranks"][0].get("gpu_memory_bytes", 0) / 2**30,
         "compile_s": end["time_s"]["compile"],
@@ -80,7 +83,7 @@ def large_recipe_changes(at: Conditions) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def train(at: Conditions, make_data, changes: tuple[str, ...]) -> Figures:
+def train(at: Conditions, make_data: Callable[[Conditions], Path], changes: tuple[str, ...]) -> Figures:
     data = make_data(at)
     figures = describe_training(run_recipe(RECIPE, data, at, *large_recipe_changes(at), *changes))
     per_image = operations(at.model, at.size)
@@ -108,7 +111,9 @@ def operations(model: str, size: int) -> float:
     return 3.0 * counter.get_total_flops()
 
 
-def _train_step(name: str, make_data, changes: tuple[str, ...], about_s: int, **settings) -> Step:
+def _train_step(
+    name: str, make_data: Callable[[Conditions], Path], changes: tuple[str, ...], about_s: int, **settings: Any
+) -> Step:
     measure = partial(train, make_data=make_data, changes=changes)
     return Step(f"ResNet-50: {name}", measure, about_s, 3 * about_s, **settings)
 

@@ -20,23 +20,29 @@ machine=${MACHINE:-x86_64}
 mkdir -p "$to/wheels"
 rm -f "$to"/wheels/*
 
-# Where the wheels go, torch is there: an empty wheel stands for it while pip chooses the others.
+# Where the wheels go, torch is there: an empty wheel stands for it while pip chooses the others. It has the version that
+# is here, and a label of its own, so that it is taken, also where a file of constraints names a version.
 stand_in=$(mktemp -d)
 trap 'rm -rf "$stand_in"' EXIT
-"$python" - "$stand_in" <<'END'
+torch=$("$python" - "$stand_in" <<'END'
 import sys, zipfile
-with zipfile.ZipFile(f"{sys.argv[1]}/torch-99-py3-none-any.whl", "w") as wheel:
-    wheel.writestr("torch-99.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 99\n")
-    wheel.writestr("torch-99.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-    wheel.writestr("torch-99.dist-info/RECORD", "")
+from importlib import metadata
+version = metadata.version("torch").partition("+")[0] + "+elsewhere"
+with zipfile.ZipFile(f"{sys.argv[1]}/torch-{version}-py3-none-any.whl", "w") as wheel:
+    folder = f"torch-{version}.dist-info"
+    wheel.writestr(f"{folder}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    wheel.writestr(f"{folder}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+    wheel.writestr(f"{folder}/RECORD", "")
+print(f"torch=={version}")
 END
+)
 platforms=()
 for tag in linux manylinux1 manylinux2010 manylinux2014 manylinux_2_{5,12,17,24,26,27,28,34}; do
     platforms+=(--platform "${tag}_$machine")
 done
 download() { # PACKAGE…
     "$python" -m pip download --quiet --disable-pip-version-check --dest "$to/wheels" --only-binary=:all: \
-        --python-version "$version" --implementation cp "${platforms[@]}" --find-links "$stand_in" "$@"
+        --python-version "$version" --implementation cp "${platforms[@]}" --find-links "$stand_in" "$torch" "$@"
 }
 if [[ $# -gt 0 ]]; then
     download "$@"
@@ -53,7 +59,7 @@ else
     echo "$commit" >"$to/COMMIT"
     git archive --format=tar.gz --add-virtual-file="COMMIT:$commit" --output "$to/project.tar.gz" HEAD
 fi
-rm -f "$to"/wheels/torch-99-*
+rm -f "$to"/wheels/torch-*+elsewhere-*
 (cd "$to/wheels" && sha256sum -- *.whl) >"$to/SHA256SUMS"
 find "$to/wheels" -name '*.whl' -size +55000k -print0 | while IFS= read -r -d '' wheel; do
     split --bytes=55M "$wheel" "$wheel.part-" && rm "$wheel"

@@ -7,6 +7,7 @@ Exit code 1: a package is missing without which no benchmark runs. `--list` prin
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("pytest", "hypothesis", "crc32c")  # of the extra dev, what tests/gpu imports
 OPTIONAL = ("webdataset", "braceexpand", "turbojpeg")
 DALI = ("nvidia-dali-cuda130", "nvidia-dali-cuda120")  # either of them
-WORK = ROOT / "benchmarks" / "work"
+WORK = Path(os.environ.get("BENCHMARKS_WORK") or ROOT / "benchmarks" / "work")  # as in benchmarks/measure.py
 
 
 class Need(NamedTuple):

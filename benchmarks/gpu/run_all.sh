@@ -8,6 +8,7 @@
 # moment: the same command again continues. Exit code 75 says "call again", 0 that all steps are done, 1 that all are
 # recorded and some failed, 2 that something is missing without which none can be done. --check only checks;
 # --dry-run does all steps at tiny sizes on the processor. PYTHON: the Python that has torch, else python3.
+# BENCHMARKS_WORK: where data sets are made, else benchmarks/work; 5 GB.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}
@@ -61,8 +62,9 @@ take() { # FROM TO
         cp -r "$1" "$2.tmp" && mv "$2.tmp" "$2"
     fi
 }
-take "$carried/originals" "$root/benchmarks/work/originals"
-take "$carried/fashion-mnist" "$root/benchmarks/work/fashion-mnist-idx"
+export BENCHMARKS_WORK=${BENCHMARKS_WORK:-$root/benchmarks/work}
+take "$carried/originals" "$BENCHMARKS_WORK/originals"
+take "$carried/fashion-mnist" "$BENCHMARKS_WORK/fashion-mnist-idx"
 [[ -e $root/.git ]] || take "$carried/COMMIT" "$root/COMMIT"
 
 export PYTHONPATH=$site:$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1

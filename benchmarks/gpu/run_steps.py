@@ -108,9 +108,9 @@ def _be_child(step: Step, at: Conditions, log: Path, sender: Connection) -> None
     """Measure, in a process that ends when the one ends that forked it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
+    sys.stdout = sys.stderr = open(log, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    for number in (1, 2):  # for what is not written in Python
+        os.dup2(sys.stdout.fileno(), number)
     os.chdir(ROOT)
     try:
         sender.send(("done", step.measure(at)))
@@ -170,7 +170,9 @@ class Records:
         _write_json(self.path(step, ".json"), record | more)
 
     def tail(self, step: Step) -> str:
-        return self.path(step, ".log").read_text(errors="replace")[-TAIL_CHARACTERS:]
+        """Return the end of what a step printed."""
+        path = self.path(step, ".log")
+        return path.read_text(errors="replace")[-TAIL_CHARACTERS:] if path.exists() else ""
 
     def write_all(self, steps: list[Step]) -> None:
         """Write OUT/record.json, which has the machine in its head, and OUT/page.html."""

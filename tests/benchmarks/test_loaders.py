@@ -12,7 +12,6 @@ from PIL import Image
 
 from benchmarks import bench_loader, bench_reading, corpus
 from benchmarks.bench_loader import CENTRES, SECTIONS, Child
-from benchmarks.gpu import bench_loader_gpu
 from benchmarks.peers import EVERYWHERE, PEERS, Task, describe_decoder, imagefolder, open_peer
 from benchmarks.peers.pack import tried
 from benchmarks.peers.packing import STATUS, missing, python_with, versions
@@ -196,23 +195,6 @@ def test_padded_crop_of_grey_images() -> None:
     assert pixels.shape == (50, 1, 28, 28)
     assert set(np.unique(pixels)) == {0, 7}
     assert (prepare(image, replace(task, train=False)).numpy() == 7).all()
-
-
-@pytest.mark.slow
-def test_gpu_benchmark_without_a_gpu(small_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every way to the device, with the processor in its place; torchvision may be missing."""
-    pack_in_other_ways(small_corpus)
-    monkeypatch.setattr(bench_loader_gpu, "BATCH", 16)
-    monkeypatch.setattr(bench_loader_gpu, "SIZE", 64)
-    device, names = torch.device("cpu"), set()
-    for name, opened in bench_loader_gpu.ways(small_corpus, device).items():
-        try:
-            run = bench_loader_gpu.measure(opened(), 0, device)
-        except (ImportError, RuntimeError):
-            continue
-        assert run["images"] == NUM_CLASSES * EACH and run["images_per_s"] > 0
-        names.add(name)
-    assert len(names) >= 6, names
 
 
 @pytest.mark.slow
