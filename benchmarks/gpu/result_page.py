@@ -24,7 +24,9 @@ h1 { font-size: 1.5rem } h2 { font-size: 1.2rem; margin-top: 2.5rem }
 .scroll { overflow-x: auto } svg { width: 100%; height: auto }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .6rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top }
-th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere } th { color: var(--muted); font-weight: 500 }
+td { white-space: nowrap } th { color: var(--muted); font-weight: 500 }
+th:first-child, td:first-child { text-align: left; min-width: 8rem; white-space: normal }
+.texts td { text-align: left; white-space: normal; overflow-wrap: anywhere } .texts td:first-child { min-width: 6rem }
 pre { font-size: .75rem; overflow-x: auto; background: #f4f6f8; padding: .6rem } .muted { color: var(--muted) }
 """
 
@@ -44,7 +46,7 @@ def _figure(key: str, form: str, scale: float = 1.0) -> Callable[[Record], str]:
 
 RATE = _figure("images_per_s", ",.0f")
 COLUMNS: dict[str, Cells] = {  # of the table of a group of steps
-    "tests": {name: _figure(name, "d") for name in ("passed", "failed", "skipped")},
+    "tests": {name: _figure(name, ".0f") for name in ("passed", "failed", "skipped")},
     "ResNet-50": {
         "images/s": RATE,
         "of the peak": _figure("share_of_peak", ".0%"),
@@ -115,11 +117,11 @@ def compare_with_goals(record: Record) -> list[tuple[str, str, str]]:
     ]
 
 
-def write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in HTML that scrolls by itself where it is wider than the page."""
+def write_table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "figures") -> str:
+    """Return a table of "figures" or "texts" in HTML, which scrolls by itself if it is wider than the page."""
     lines = ["".join(f"<th>{escape(cell)}</th>" for cell in header)]
     lines += ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows]
-    return f'<div class="scroll"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
+    return f'<div class="scroll"><table class="{kind}">{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
 
 
 def draw_rates(record: Record, group: str, title: str) -> str:
@@ -190,7 +192,7 @@ def write_page(path: Path, record: Record) -> None:
         write_table(["goal", "measured", "reached"], compare_with_goals(record)),
         *(write_group(record, group) for group in groups),
         "<h2>Machine</h2>",
-        write_table(["", ""], [*machine.items()]),
+        write_table(["", ""], [*machine.items()], "texts"),
     ]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     text = f"<!doctype html>\n<html lang=en>{head}<title>{title}</title><style>{STYLE}</style>\n" + "\n".join(body)
