@@ -258,7 +258,7 @@ def write_record(name: str, record: dict) -> Path:
 
 
 def first_line_with(path: str, key: str) -> str | None:
-    """Return what follows the colon of the first line that begins with a key; None if no line does, or no file is there."""
+    """Return what follows the colon of the first line that begins with a key; None without such a line or file."""
     if not Path(path).exists():
         return None
     for line in Path(path).read_text().splitlines():

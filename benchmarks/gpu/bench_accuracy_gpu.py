@@ -1,8 +1,8 @@
 """How soon does a GPU train small images to an accuracy, and what bounds a step of ResNet-50?
 
-`fashion-mnist-speedrun` on the data set as a whole where it was carried, with its target, else on the sample of the tests,
-of which the accuracy is told. `cifar10-speedrun` on random images in CIFAR-10's shape, of which only the seconds mean
-anything. Then the trace that `trainer profile` writes.
+`fashion-mnist-speedrun` trains on the whole data set until its target if it was carried, else on the sample of the tests.
+`cifar10-speedrun` trains on random images in CIFAR-10's shape: its seconds mean something, its accuracy does not. Then
+the trace that `trainer profile` writes.
 """
 
 from __future__ import annotations

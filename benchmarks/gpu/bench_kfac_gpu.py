@@ -1,12 +1,13 @@
 """What does K-FAC add to a training step on a GPU?
 
 Periods of steps of SGD (fused) and of K-FAC take turns, in bf16 and channels-last, on random images, with factors every
-10 steps and solutions every 100. The host is not synchronised between the steps, as in a training: events on the device
-time each step, and a period's wall time without the last wait is the host's. Beside them stands what K-FAC's operations
-by formula (factors by im2col, in bfloat16) would take at the speed of a large product and its bytes (all of float32, but
-bfloat16 solutions) at that of a copy, both measured here. That is not a floor: the factors of 3×3 convolutions take a
-fifth of im2col's operations, but in float32. Then ten more steps without a refresh, and ten in which all layers refresh,
-in which a synchronisation of the host is an error (torch.linalg.eigh is one, as it looks whether it converged).
+10 steps and solutions every 100. The host is not synchronised between the steps, as in a training: events on the
+device time each step, and a period's wall time without the last wait is the host's. Beside them stands what K-FAC's
+operations by formula (factors by im2col, in bfloat16) would take at the speed of a large product and its bytes (all of
+float32, but bfloat16 solutions) at that of a copy, both measured here. That is not a floor: the factors of 3×3
+convolutions take a fifth of im2col's operations; the two ways to these factors are timed by themselves. Then ten more
+steps without a refresh, and ten in which all layers refresh, in which a synchronisation of the host is an error
+(torch.linalg.eigh is one, as it looks whether it converged).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,7 @@ import torch.nn.functional as F
 from benchmarks.bench_kfac import operations
 from benchmarks.gpu import Conditions, Figures, Step
 from trainer import models
-from trainer.kfac import KFAC
+from trainer.kfac import KFAC, factors
 
 OURS = {
     "cholesky": {"solver": "cholesky"},
@@ -71,7 +73,7 @@ def time_in_a_row(device: torch.device, work: Callable[[], object], count: int) 
         for _ in range(count):
             work()
             marks.append(time.perf_counter())
-        times = [1e3 * (end - begin) for begin, end in zip(marks, marks[1:], strict=False)]
+        times = [1e3 * (end - begin) for begin, end in pairwise(marks)]
         return times, statistics.mean(times)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     torch.cuda.synchronize(device)
@@ -82,7 +84,7 @@ def time_in_a_row(device: torch.device, work: Callable[[], object], count: int) 
         event.record()
     host_ms = 1e3 * (time.perf_counter() - began) / count
     torch.cuda.synchronize(device)
-    return [begin.elapsed_time(end) for begin, end in zip(events, events[1:], strict=False)], host_ms
+    return [begin.elapsed_time(end) for begin, end in pairwise(events)], host_ms
 
 
 def ceilings(device: torch.device, n: int) -> dict[str, float]:
@@ -166,7 +168,25 @@ def compare_small_batches(at: Conditions) -> Figures:
     return compare_with_sgd(replace(at, batch_size=min(32, at.batch_size)), "cholesky")
 
 
+def time_offsets(at: Conditions, channels: int, size: int) -> Figures:
+    """Return the milliseconds of the two ways to the factor of a 3×3 convolution, in bfloat16."""
+    device = torch.device(at.device)
+    x = torch.randn(at.batch_size, channels, size, size, device=device, dtype=torch.bfloat16)
+    x = x.to(memory_format=torch.channels_last)
+    ways = {
+        "products_ms": partial(factors._products_of_offsets, x),
+        "convolution_ms": lambda: factors._convolved_offsets(factors.accumulating(x)),
+    }
+    for work in ways.values():  # the first time, kernels are chosen
+        work()
+    return {name: min(time_in_a_row(device, work, 5)[0]) for name, work in ways.items()}
+
+
 STEPS = [
     *(Step(f"K-FAC's step: {name}", partial(compare_with_sgd, name=name), 75, 225) for name in OURS),
     Step("K-FAC's step: cholesky, 32 images", compare_small_batches, 40, 120),
+    *(  # the layers of ResNet-50
+        Step(f"3×3 factor: {channels} channels, {size} px", partial(time_offsets, channels=channels, size=size), 10, 60)
+        for channels, size in ((64, 56), (128, 28), (256, 14), (512, 7))
+    ),
 ]

@@ -91,7 +91,8 @@ def main() -> int:
         print(f"missing: {need.name} – {'needed for' if need.is_essential else 'for'} {need.purpose}")
     if missing:
         version = ".".join(map(str, sys.version_info[:2]))
-        print(f"to carry it: on a connected machine, bash benchmarks/gpu/carry.sh {version} carried; put carried/ in {ROOT}")
+        print(f"to carry it, on a connected machine: bash benchmarks/gpu/carry.sh {version} carried")
+        print(f"then put the folder carried into {ROOT}")
     return int(any(need.is_essential for need in missing))
 
 

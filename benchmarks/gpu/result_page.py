@@ -1,4 +1,4 @@
-"""The page of a run of `run_steps`: goals, figures as bars and tables, what failed; one file, for a narrow screen too."""
+"""The page of a run of `run_steps`: goals, figures as bars and tables, and what failed, in one file."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ COLUMNS: dict[str, Cells] = {  # of the table of a group of steps
         "host waits": _figure("waits", ""),
         "in refreshes": _figure("waits_in_refreshes", ""),
     },
+    "3×3 factor": {"products, ms": _figure("products_ms", ".2f"), "convolution, ms": _figure("convolution_ms", ".2f")},
     "loader": {"images/s": RATE, "images/CPU-s": _figure("images_per_cpu_s", ",.0f")},
     "accuracy": {
         "images": _figure("data", ""),
@@ -155,8 +156,8 @@ def write_group(record: Record, group: str) -> str:
         if step["status"] != "done":
             error = f": {step['error']}" if step.get("error") else ""
             parts.append(f"<p><b>{escape(way_of(step))}</b> – {escape(step['status'])}{escape(error)}</p>")
-            tail = escape(step.get("tail", ""))
-            parts.append(f"<details><summary>the end of its output</summary><pre>{tail}</pre></details>" if tail else "")
+            if tail := escape(step.get("tail", "")):
+                parts.append(f"<details><summary>the end of its output</summary><pre>{tail}</pre></details>")
     return "\n".join(parts)
 
 

@@ -3,10 +3,11 @@
     python -m benchmarks.gpu.run_steps OUT [--dry-run] [--only NAME …] [--limit-s 570]
 
 Each step is a process of its own, forked before anything has touched the GPU, with a time limit. Its figures are in
-OUT/steps as soon as it has ended; OUT/record.json and OUT/page.html hold all of them. A step that failed is recorded with
-the end of what it printed, and the next one begins. The same command again continues with the steps that have no record
-of this commit and these versions; one whose package has arrived since is done then. It stops by itself before the limit:
-exit code 75 says "call again", 0 that all steps are done, 1 that all are recorded and some failed.
+OUT/steps as soon as it has ended; OUT/record.json and OUT/page.html hold all of them. A step that failed is recorded
+with the end of what it printed, and the next one begins. The same command again continues with the steps that have no
+record of this commit and these versions; one whose package has arrived since is done then. It stops by itself before
+the limit: exit code 75 says "call again", 0 that all steps are done, 1 that all are recorded and some failed, 2 that
+there is no GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import Conditions, Figures, Step, bench_accuracy_gpu, bench_kfac_gpu, bench_loader_gpu, bench_train_gpu
+from benchmarks.gpu import (
+    Conditions,
+    Figures,
+    Step,
+    bench_accuracy_gpu,
+    bench_kfac_gpu,
+    bench_loader_gpu,
+    bench_train_gpu,
+)
 from benchmarks.gpu.result_page import write_page
 from benchmarks.measure import ROOT, command_line, environment, first_line_with
 from datapipe.fsio import atomic_write
@@ -108,7 +117,7 @@ def _be_child(step: Step, at: Conditions, log: Path, sender: Connection) -> None
     """Measure, in a process that ends when the one ends that forked it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
-    sys.stdout = sys.stderr = open(log, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    sys.stdout = sys.stderr = log.open("w", buffering=1, encoding="utf-8", errors="backslashreplace")
     for number in (1, 2):  # for what is not written in Python
         os.dup2(sys.stdout.fileno(), number)
     os.chdir(ROOT)
@@ -221,7 +230,8 @@ def run(steps: list[Step], at: Conditions, records: Records, limit_s: float) -> 
             print(f"{len(left)} steps are left: {', '.join(step.name for step in left)}\ncall again", flush=True)
             return CALL_AGAIN
         if records.read(step).get("beginnings", 0) >= MOST_BEGINNINGS:
-            records.write(step, "failed", MOST_BEGINNINGS, error="its call was ended each time", tail=records.tail(step))
+            tail = records.tail(step)
+            records.write(step, "failed", MOST_BEGINNINGS, error="its call was ended each time", tail=tail)
             continue
         print(f"{step.name} … ", end="", flush=True)
         do_step(step, at, records, max(left_s, 1.0))

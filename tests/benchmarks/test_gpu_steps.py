@@ -1,4 +1,4 @@
-"""The benchmarks of one GPU, as far as a processor can run them: each step, in calls that are killed and called again."""
+"""The benchmarks of one GPU, as far as a processor can run them: all steps, in calls that are killed and repeated."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def die(*_: object) -> dict:
 def test_a_step_that_fails_is_recorded_and_the_next_one_begins(
     call: Callable[..., int], records: run_steps.Records, tmp_path: Path
 ) -> None:
-    steps = Step("profile: gives up", give_up, 1, 60), Step("loader: dies", die, 1, 60), Step("profile: last", give, 1, 60)
+    steps = [Step(f"profile: {work.__name__}", work, 1, 60) for work in (give_up, die, give)]
     assert call(*steps) == 1
     first, second, last = map(records.read, steps)
     assert first["status"] == second["status"] == "failed" and last["figures"] == {"answer": 42}
