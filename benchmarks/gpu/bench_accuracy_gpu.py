@@ -1,6 +1,6 @@
 """How soon does a GPU train small images to an accuracy, and what bounds a step of ResNet-50?
 
-`fashion-mnist-speedrun` trains on the whole data set until its target if it was carried, else on the sample of the tests.
+`fashion-mnist-speedrun` trains on the whole data set until its target if it was carried, else on the tests' sample.
 `cifar10-speedrun` trains on random images in CIFAR-10's shape: its seconds mean something, its accuracy does not. Then
 the trace that `trainer profile` writes.
 """
