@@ -1,8 +1,9 @@
 """How many images/s does ResNet-50 train on a GPU, and what share of the GPU's peak is that?
 
 `imagenet-resnet50` in bfloat16 at 224 pixels: on random images in the GPU's memory, as it is, compiled, with CUDA
-graphs and with K-FAC; and from packed JPEG, which DALI or the processor decodes. The first epoch is not counted. Peaks are of dense bfloat16 without sparsity, from NVIDIA's data sheets; operations are those of the forward pass,
-counted by torch, three times.
+graphs and with K-FAC; and from packed JPEG, which DALI or the processor decodes. The first epoch is not counted. Peaks
+are of dense bfloat16 without sparsity, from NVIDIA's data sheets; operations are those of the forward pass, counted by
+torch, three times.
 """
 
 from __future__ import annotations

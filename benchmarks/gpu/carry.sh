@@ -48,9 +48,12 @@ if [[ $# -gt 0 ]]; then
     download "$@"
 else
     mapfile -t needed < <("$python" -m benchmarks.gpu.check_machine --list)
-    download "${needed[@]}"
-    if [[ ${DALI:=nvidia-dali-cuda130} != none ]]; then
-        download "$DALI" || echo "carry.sh: continuing without $DALI" >&2
+    dali=${DALI:-nvidia-dali-cuda130}
+    # In one call, so that pip chooses one version of what both need.
+    if [[ $dali == none ]] || ! download "${needed[@]}" "$dali"; then
+        [[ $dali == none ]] || echo "carry.sh: continuing without $dali" >&2
+        rm -f "$to"/wheels/*
+        download "${needed[@]}"
     fi
     "$python" -m benchmarks.corpus originals
     cp -rT benchmarks/work/originals "$to/originals"

@@ -28,7 +28,7 @@ class Need(NamedTuple):
     """Something that a benchmark needs."""
 
     name: str
-    found: str  # version or place; "" if it is missing
+    place: str  # version or place; "" if it is missing
     purpose: str
     is_essential: bool = False
 
@@ -86,7 +86,7 @@ def main() -> int:
     if sys.argv[1:] == ["--list"]:
         print("\n".join(list_packages()))
         return 0
-    missing = [need for need in find_needs() if not need.found]
+    missing = [need for need in find_needs() if not need.place]
     for need in missing:
         print(f"missing: {need.name} – {'needed for' if need.is_essential else 'for'} {need.purpose}")
     if missing:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_order, corpus
+from benchmarks import bench_order, corpus, measure
 from benchmarks.measure import compare, cpu_s, process, spread
 from tests.waiting import limit_s, read_until
 
@@ -69,3 +69,29 @@ def test_those_that_are_compared_take_turns() -> None:
     figures = compare(["a", "b"], 3, run, ["s"])
     assert calls == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
     assert figures["b"] == {"s": spread([1.0, 2.0, 3.0]), "runs": [{"s": n + 1.0, "name": "b"} for n in range(3)]}
+
+
+def test_what_is_not_known_of_the_code_is_not_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive without .git has a file that names its commit, or none; and a package may be missing."""
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    monkeypatch.setattr(measure, "COMMIT", tmp_path / "COMMIT")
+    monkeypatch.setattr(measure, "PACKAGES", ("numpy", "is-not-there"))
+    here = measure.environment()
+    assert here["commit"] is here["uncommitted_changes"] is here["versions"]["is-not-there"] is None
+    assert here["versions"]["numpy"]
+    (tmp_path / "COMMIT").write_text("abc\n")
+    here = measure.environment()
+    assert here["commit"] == "abc" and here["uncommitted_changes"] is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "COMMIT").unlink()
+    assert measure.environment()["commit"] is None, "there is no git"
+
+
+def test_pictures_are_drawn_alike_by_any_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+    for cores in ({0}, {0, 1, 2}):
+        monkeypatch.setattr(corpus.os, "sched_getaffinity", lambda _, cores=cores: cores)
+        folders.append(corpus.drawn(tmp_path / str(len(cores)), 3, 1) / "images")
+    files = [sorted(path.relative_to(folder) for path in folder.rglob("*.jpg")) for folder in folders]
+    assert files[0] == files[1] and len(files[0]) == 4
+    assert all((folders[0] / path).read_bytes() == (folders[1] / path).read_bytes() for path in files[0])
