@@ -34,10 +34,12 @@ class Need(NamedTuple):
 
 
 def list_packages() -> list[str]:
-    """Return the requirements that are carried: of this project and its tests, without torch and DALI."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    """Return the requirements that are carried: of this project, its tests and its compiling, without torch and DALI."""
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = content["project"]
     extra = [line for line in project["optional-dependencies"]["dev"] if _name(line) in (*TESTS, *OPTIONAL)]
-    return [line for line in [*project["dependencies"], *extra] if _name(line) != "torch"]
+    lines = [*project["dependencies"], *extra, *content["build-system"]["requires"]]
+    return [line for line in lines if _name(line) != "torch"]
 
 
 def find_version(requirement: str) -> str:
@@ -56,8 +58,11 @@ def find_needs() -> Iterator[Need]:
     for line in project["dependencies"]:
         yield Need(line, find_version(line), "everything", True)
     for line in list_packages():
-        if _name(line) in (*TESTS, *OPTIONAL):
-            yield Need(line, find_version(line), "tests/gpu" if _name(line) in TESTS else "some rows")
+        if line not in project["dependencies"]:
+            purpose = {**dict.fromkeys(TESTS, "tests/gpu"), "setuptools": "the decoder in C"}.get(
+                _name(line), "some rows"
+            )
+            yield Need(line, find_version(line), purpose)
     yield Need(" or ".join(DALI), next(filter(None, map(find_version, DALI)), ""), "DALI's rows")
     yield Need("torchvision", find_version("torchvision"), "its row")
     yield Need("cc (a compiler)", shutil.which("cc") or shutil.which("gcc") or "", "compiled rows, the decoder in C")

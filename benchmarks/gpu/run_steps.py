@@ -46,6 +46,7 @@ from datapipe.locks import BusyError, hold_lock
 
 CALL_AGAIN = 75  # EX_TEMPFAIL of sysexits.h, as `trainer train` has it
 LEAVING_S = 10  # of a call's time, kept for the record and the page
+DRY_S = 10  # that a step takes in a dry run
 MOST_BEGINNINGS = 2  # of a step that the end of a call cut off: then it has failed
 TAIL_CHARACTERS = 3000
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -225,9 +226,10 @@ def run(steps: list[Step], at: Conditions, records: Records, limit_s: float) -> 
     is_first = True
     while left := [step for step in steps if is_left(step, records.read(step))]:
         step, left_s = left[0], end - time.monotonic()
-        if left_s < step.about_s and not is_first:
+        if left_s < (step.about_s if at.device == "cuda" else DRY_S) and not is_first:
             records.write_all(steps)
-            print(f"{len(left)} steps are left: {', '.join(step.name for step in left)}\ncall again", flush=True)
+            print("\n  ".join([f"{len(left)} steps are left:", *(step.name for step in left)]))
+            print("call again: the same command continues", flush=True)
             return CALL_AGAIN
         if records.read(step).get("beginnings", 0) >= MOST_BEGINNINGS:
             tail = records.tail(step)

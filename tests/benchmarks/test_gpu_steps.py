@@ -136,8 +136,11 @@ def test_a_step_that_hangs_is_ended(call: Callable[..., int], records: run_steps
     assert records.read(step)["error"] == "not done after 0 s" and records.read(step)["beginnings"] == 1
 
 
-def test_a_call_stops_before_its_limit(call: Callable[..., int], records: run_steps.Records) -> None:
+def test_a_call_stops_before_its_limit(
+    call: Callable[..., int], records: run_steps.Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first step of a call is begun in any case; one that the end of two calls cuts off has failed."""
+    monkeypatch.setattr(run_steps, "DRY_S", 60)
     quick, long, other = (
         Step("profile: quick", give, 60, 60),
         Step("profile: long", hang, 60, 60),
