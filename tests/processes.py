@@ -51,9 +51,13 @@ OF_LAUNCHERS += "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
-    """Return the environment of these tests, without GPUs and what has launched them, and with `changes`."""
+    """Return the environment of these tests, without GPUs and what has launched them, and with `changes`.
+
+    This checkout is imported first, then what PYTHONPATH has: packages may lie there that are not installed.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
-    return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | changes
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return kept | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
 class Process:

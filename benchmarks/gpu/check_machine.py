@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("pytest", "hypothesis", "crc32c")  # of the extra dev, what tests/gpu imports
+PURPOSES = {**dict.fromkeys(TESTS, "tests/gpu"), "setuptools": "the decoder in C"}
 OPTIONAL = ("webdataset", "braceexpand", "turbojpeg")
 DALI = ("nvidia-dali-cuda130", "nvidia-dali-cuda120")  # either of them
 WORK = Path(os.environ.get("BENCHMARKS_WORK") or ROOT / "benchmarks" / "work")  # as in benchmarks/measure.py
@@ -34,7 +35,7 @@ class Need(NamedTuple):
 
 
 def list_packages() -> list[str]:
-    """Return the requirements that are carried: of this project, its tests and its compiling, without torch and DALI."""
+    """Return the requirements that are carried: of this project, its build and its tests, without torch and DALI."""
     content = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = content["project"]
     extra = [line for line in project["optional-dependencies"]["dev"] if _name(line) in (*TESTS, *OPTIONAL)]
@@ -59,10 +60,7 @@ def find_needs() -> Iterator[Need]:
         yield Need(line, find_version(line), "everything", True)
     for line in list_packages():
         if line not in project["dependencies"]:
-            purpose = {**dict.fromkeys(TESTS, "tests/gpu"), "setuptools": "the decoder in C"}.get(
-                _name(line), "some rows"
-            )
-            yield Need(line, find_version(line), purpose)
+            yield Need(line, find_version(line), PURPOSES.get(_name(line), "some rows"))
     yield Need(" or ".join(DALI), next(filter(None, map(find_version, DALI)), ""), "DALI's rows")
     yield Need("torchvision", find_version("torchvision"), "its row")
     yield Need("cc (a compiler)", shutil.which("cc") or shutil.which("gcc") or "", "compiled rows, the decoder in C")
