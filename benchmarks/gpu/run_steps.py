@@ -214,7 +214,7 @@ def do_step(step: Step, at: Conditions, records: Records, left_s: float) -> None
     limit_s = min(step.limit_s, left_s)
     began = time.monotonic()
     status, figures = measure_in_child(step, at, records.path(step, ".log"), limit_s)
-    if status == "ended" and (limit_s == step.limit_s or beginnings >= MOST_BEGINNINGS):
+    if status == "ended" and limit_s == step.limit_s:  # else the end of the call has cut it off
         status = "failed"
     more = {"figures": figures} if status == "done" else figures | {"tail": records.tail(step)}
     return records.write(step, status, beginnings, time.monotonic() - began, **more)
@@ -233,7 +233,7 @@ def run(steps: list[Step], at: Conditions, records: Records, limit_s: float) -> 
             return CALL_AGAIN
         if records.read(step).get("beginnings", 0) >= MOST_BEGINNINGS:
             tail = records.tail(step)
-            records.write(step, "failed", MOST_BEGINNINGS, error="its call was ended each time", tail=tail)
+            records.write(step, "failed", MOST_BEGINNINGS, error="cut off by the end of each call", tail=tail)
             continue
         print(f"{step.name} … ", end="", flush=True)
         do_step(step, at, records, max(left_s, 1.0))
