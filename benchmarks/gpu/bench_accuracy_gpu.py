@@ -32,7 +32,7 @@ PROFILED_STEPS = 20
 
 
 def train_fashion_mnist(at: Conditions) -> Figures:
-    is_whole = FASHION_MNIST.exists()
+    is_whole = at.device == "cuda" and FASHION_MNIST.exists()
     packed = WORK / ("fashion-mnist-packed" if is_whole else "fashion-mnist-sample")
     if not packed.exists():
         temporary = packed.with_suffix(".tmp")
