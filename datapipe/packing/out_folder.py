@@ -220,8 +220,6 @@ class OutFolder:
         hold files that packing did not make.
         """
         self.check_foreign(*filter(Path.exists, self.splits))
-        for path in (self.state / NEW).glob("*/.*.partial"):  # of a task that was killed
-            path.unlink(missing_ok=True)
         for folder in self.splits:
             with contextlib.suppress(FileNotFoundError):  # there is no old one, or another task was faster
                 folder.rename(self.old / folder.name)
@@ -241,6 +239,9 @@ class OutFolder:
         done = self.folder / DONE
         if done.exists():
             self.check_foreign(done)
+            # Of a task that was killed, or that writes what others have finished: none can begin a file there any more.
+            for path in (self.folder / MOVING_IN).glob("*/.*.partial"):
+                path.unlink(missing_ok=True)
             _move_all(self.folder / MOVING_IN, self.folder)
             with contextlib.suppress(OSError):  # rmtree lets through fstat's ESTALE: another task has removed a folder
                 shutil.rmtree(done, ignore_errors=True)

@@ -36,7 +36,7 @@ from .state import Losses, State
 _WARM_UP = 5  # steps before the first that counts: kernels are chosen, buffers filled
 _TRACE, _SUMMARY = "trace.json.gz", "profile.json"
 _MARK = "trainer.run.profile: now"
-_ROUNDS = 20  # of comparing clocks
+_ROUNDS = 200  # of comparing clocks, of which one should be answered at once, also on a busy machine
 _COMPUTING = "aten::", "## Call CompiledFxGraph"  # events of a processor: an operator, and what inductor has compiled
 
 

@@ -22,7 +22,7 @@ from datapipe.dataset.verify import verify
 from datapipe.errors import ManifestError, SettingError, SourceError
 from datapipe.images.recode import RecodeOptions
 from datapipe.locks import locked
-from datapipe.packing import PackOptions, convert, finish, pack
+from datapipe.packing import PackOptions, convert, finish, out_folder, pack
 from datapipe.packing.out_folder import DONE, FINISHING, NEW, STATE, OutFolder
 from datapipe.packing.state import PLAN
 from tests.waiting import limit_s, wait_until
@@ -519,6 +519,22 @@ def test_the_same_task_twice_without_locks(parts, last_task, tmp_path, times):
         errors = [child.communicate(timeout=limit_s())[1] for child in children]
         assert [child.returncode for child in children] == [0] * 3, errors
         assert bytes_of(out) == bytes_of(tmp_path / "whole")
+
+
+def test_a_file_that_another_task_begins_while_this_one_finishes_does_not_stay(
+    image_folder, parts, tmp_path, monkeypatch
+):
+    """Without locks it has a name of its own, and moves with the folder in which it was begun."""
+    real = out_folder.sync_folder
+
+    def begin_another(folder):
+        if folder == parts and (parts / STATE / NEW / "val").exists():
+            (parts / STATE / NEW / "val" / ".shard-000000.tar.another.partial").touch()
+        real(folder)
+
+    monkeypatch.setattr(out_folder, "sync_folder", begin_another)
+    assert pack(image_folder, parts, LAST)
+    assert bytes_of(parts) == bytes_of(tmp_path / "whole")
 
 
 def test_a_plan_is_looked_for_while_another_task_finishes(parts, tmp_path):
